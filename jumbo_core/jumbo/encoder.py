@@ -1,0 +1,239 @@
+"""A stack of Jumbo blocks for any modality: image, series, text and video embeddings sit in front of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from timm.layers import Attention, trunc_normal_
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from jumbo_core.jumbo.block import JumboBlock
+from jumbo_core.jumbo.token import JumboFFN
+
+
+class JumboOutput(NamedTuple):
+    """jumbo (B, J, D): the J slices, or the class token (B, 1, D) when ``multiplier=0``. patches (B, N, D)."""
+
+    jumbo: torch.Tensor
+    patches: torch.Tensor
+
+
+class JumboEncoder(nn.Module):
+    """Transformer encoder with a Jumbo token (arXiv 2502.15021, section 3; layout and defaults of the released code).
+
+    ``multiplier=0, registers=16`` is the paper's baseline, a plain ViT with a class token and 16 registers, from the
+    same code, so that ablations compare like with like. Tokens run in the order
+    ``[J slices or class token | registers | patches]``; the position table, if any, belongs to the embedding in front.
+
+    Args:
+        dim: patch width D.
+        depth: number of blocks.
+        num_heads: attention heads; must divide ``dim``.
+        multiplier: J, width of the global token in patches. Default 6. 0 = a class token of width D instead.
+        registers: extra scratch tokens, attended to and thrown away at the end. Default 0.
+        mlp_ratio: hidden width of the patch MLP over D. Default 4.
+        jumbo_mlp_ratio: hidden width of the Jumbo FFN over J*D. Default 4.
+        share_jumbo_ffn: one Jumbo FFN for all blocks (default) or one per block (v1 of the paper).
+        layer_scale: initial LayerScale value, or None (default).
+        drop_path: stochastic depth rate: one number for every block (as released, default 0.1) or one per block,
+            for example ``timm.layers.calculate_drop_path_rates(0.1, depth)`` for the usual ramp.
+        attn_drop, proj_drop: dropout of attention weights and of linear outputs. Default 0.
+        norm_eps: LayerNorm epsilon. Default 1e-5.
+        attn_layer: see :class:`JumboBlock`.
+
+    Raises:
+        ValueError: sizes below 1, heads that do not divide ``dim``, rates outside [0, 1), wrong number of rates.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        *,
+        multiplier: int = 6,
+        registers: int = 0,
+        mlp_ratio: float = 4.0,
+        jumbo_mlp_ratio: float = 4.0,
+        share_jumbo_ffn: bool = True,
+        layer_scale: float | None = None,
+        drop_path: float | Sequence[float] = 0.1,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        norm_eps: float = 1e-5,
+        attn_layer: Callable[..., nn.Module] = Attention,
+    ) -> None:
+        super().__init__()
+        _check_sizes(dim, depth, num_heads, multiplier, registers)
+        rates = _rates_per_block(drop_path, depth)
+        self.dim, self.depth, self.num_heads = dim, depth, num_heads
+        self.multiplier, self.registers = multiplier, registers
+        self.share_jumbo_ffn = share_jumbo_ffn
+        self.num_global_tokens = multiplier or 1
+        self.num_prefix_tokens = self.num_global_tokens + registers
+        # Transformers flips these two on every module that has them; timm's set_grad_checkpointing sets the first.
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+        if multiplier:
+            self.jumbo_token = nn.Parameter(torch.zeros(1, multiplier, dim))
+        else:
+            self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        if registers:
+            self.reg_token = nn.Parameter(torch.zeros(1, registers, dim))
+        self.blocks = nn.ModuleList(
+            JumboBlock(
+                dim,
+                num_heads,
+                multiplier=multiplier,
+                mlp_ratio=mlp_ratio,
+                layer_scale=layer_scale,
+                drop_path=rate,
+                attn_drop=attn_drop,
+                proj_drop=proj_drop,
+                norm_eps=norm_eps,
+                attn_layer=attn_layer,
+            )
+            for rate in rates
+        )
+        # The shared FFN lives here and only here: a module that several blocks own has several names in a state dict.
+        if multiplier:
+            make_ffn = partial(JumboFFN, dim, multiplier, jumbo_mlp_ratio, drop=proj_drop)
+            self.jumbo_mlp = make_ffn() if share_jumbo_ffn else nn.ModuleList(make_ffn() for _ in range(depth))
+        self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As released: every matrix and token from a truncated normal of 0.02, every bias zero."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:
+                trunc_normal_(parameter, std=0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, patches: torch.Tensor, mask: torch.Tensor | None = None) -> JumboOutput:
+        """Encode patches (B, N, D); ``mask`` (B, N) bool, True = real, False = padding that nobody attends to."""
+        return self.split(self.forward_tokens(patches, mask))
+
+    def forward_tokens(self, patches: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """As :meth:`forward`, but one tensor (B, prefix + N, D), normalised, prefix tokens first."""
+        x = self.add_prefix(patches)
+        for x in self.run(x, self.attention_mask(patches, mask), len(self.blocks)):
+            pass
+        return self.norm(x)
+
+    def intermediates(
+        self,
+        patches: torch.Tensor,
+        indices: Sequence[int],
+        mask: torch.Tensor | None = None,
+        *,
+        norm: bool = False,
+    ) -> list[JumboOutput]:
+        """Outputs of the blocks named in ``indices`` (negative counts from the end), in rising order of block.
+
+        Blocks after the last wanted one are not run. ``norm=True`` applies the final LayerNorm to each.
+        """
+        wanted = {resolve_index(i, len(self.blocks)) for i in indices}
+        x = self.add_prefix(patches)
+        outputs = []
+        for i, x in enumerate(self.run(x, self.attention_mask(patches, mask), max(wanted) + 1)):
+            if i in wanted:
+                outputs.append(self.split(self.norm(x) if norm else x))
+        return outputs
+
+    def add_prefix(self, patches: torch.Tensor) -> torch.Tensor:
+        """Put the learned prefix tokens in front: (B, N, D) -> (B, prefix + N, D)."""
+        if patches.ndim != 3 or patches.shape[-1] != self.dim:
+            raise ValueError(f"JumboEncoder expects patches (B, N, {self.dim}), got {tuple(patches.shape)}")
+        prefix = [self.jumbo_token if self.multiplier else self.cls_token]
+        if self.registers:
+            prefix.append(self.reg_token)
+        prefix = [token.to(patches.dtype).expand(patches.shape[0], -1, -1) for token in prefix]
+        return torch.cat([*prefix, patches], dim=1)
+
+    def split(self, tokens: torch.Tensor) -> JumboOutput:
+        """(B, prefix + N, D) -> global token and patches; registers are dropped."""
+        return JumboOutput(tokens[:, : self.num_global_tokens], tokens[:, self.num_prefix_tokens :])
+
+    def ffn_of(self, block_index: int) -> nn.Module | None:
+        """The Jumbo FFN that block runs with."""
+        if not self.multiplier:
+            return None
+        return self.jumbo_mlp if self.share_jumbo_ffn else self.jumbo_mlp[block_index]
+
+    def keep_blocks(self, count: int) -> None:
+        """Cut off every block after the first ``count``."""
+        self.blocks = self.blocks[:count]
+        if self.multiplier and not self.share_jumbo_ffn:
+            self.jumbo_mlp = self.jumbo_mlp[:count]
+        self.depth = count
+
+    def freeze_unreachable(self) -> None:
+        """Take out of training what cannot reach the *patches* of the last block: its Jumbo norm and, if used nowhere
+        else, its Jumbo FFN. For heads that read patches only (feature maps): without this, distributed training
+        would wait for gradients that never come."""
+        if not self.multiplier:
+            return
+        last = self.blocks[-1]
+        unreachable = [last.norm3, last.ls3]
+        if not self.share_jumbo_ffn or len(self.blocks) == 1:
+            unreachable.append(self.ffn_of(len(self.blocks) - 1))
+        for module in unreachable:
+            module.requires_grad_(False)
+
+    def run(self, x: torch.Tensor, attn_mask: torch.Tensor | None, blocks: int) -> Iterator[torch.Tensor]:
+        """Yield the tokens (B, prefix + N, D) after each of the first ``blocks`` blocks."""
+        for i in range(blocks):
+            block, ffn = self.blocks[i], self.ffn_of(i)
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                x = self._gradient_checkpointing_func(block.__call__, x, ffn, attn_mask)
+            else:
+                x = block(x, ffn, attn_mask)
+            yield x
+
+    def attention_mask(self, patches: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Mask of patches (B, N) -> mask of attention (B, 1, 1, prefix + N)."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool or mask.shape != patches.shape[:2]:
+            raise ValueError(
+                f"mask must be bool of shape (B, N) = {tuple(patches.shape[:2])} with True for real patches, "
+                f"got {mask.dtype} {tuple(mask.shape)}"
+            )
+        prefix = mask.new_ones(mask.shape[0], self.num_prefix_tokens)  # prefix tokens are always real
+        return torch.cat([prefix, mask], dim=1)[:, None, None]  # (B, T) -> (B, 1, 1, T)
+
+
+def resolve_index(index: int, depth: int) -> int:
+    """A block index with negatives counted from the end; IndexError names the range when it is outside."""
+    if not -depth <= index < depth:
+        raise IndexError(f"block index {index} is outside of a model with {depth} blocks ({-depth}..{depth - 1})")
+    return index % depth
+
+
+def _check_sizes(dim: int, depth: int, num_heads: int, multiplier: int, registers: int) -> None:
+    for name, value, least in (
+        ("dim", dim, 1),
+        ("depth", depth, 1),
+        ("num_heads", num_heads, 1),
+        ("multiplier", multiplier, 0),
+        ("registers", registers, 0),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if dim % num_heads:
+        raise ValueError(f"dim {dim} is not divisible by num_heads {num_heads}")
+
+
+def _rates_per_block(drop_path: float | Sequence[float], depth: int) -> list[float]:
+    rates = [drop_path] * depth if isinstance(drop_path, (int, float)) else list(drop_path)
+    if len(rates) != depth:
+        raise ValueError(f"drop_path has {len(rates)} rates for {depth} blocks; give one number or one per block")
+    if any(not 0 <= rate < 1 for rate in rates):
+        raise ValueError(f"drop_path rates must lie in [0, 1), got {drop_path}")
+    return [float(rate) for rate in rates]

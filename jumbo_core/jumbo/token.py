@@ -1,0 +1,42 @@
+"""The Jumbo token: one global token J times as wide as a patch, kept as J slices between layers.
+
+Source: Jumbo paper (arXiv 2502.15021), section 3, and the released code.
+"""
+
+from __future__ import annotations
+
+import torch
+from timm.layers import Mlp
+
+
+def join_slices(slices: torch.Tensor) -> torch.Tensor:
+    """Rejoin J slices into one wide token: (B, J, D) -> (B, J*D)."""
+    return slices.flatten(1)
+
+
+def split_slices(wide: torch.Tensor, multiplier: int) -> torch.Tensor:
+    """Split one wide token into J slices of patch width: (B, J*D) -> (B, J, D)."""
+    if wide.ndim != 2 or wide.shape[1] % multiplier:
+        raise ValueError(
+            f"split_slices expects (B, J*D) with J={multiplier}, got {tuple(wide.shape)}: "
+            f"{wide.shape[-1]} is not a multiple of {multiplier}"
+        )
+    return wide.unflatten(1, (multiplier, -1))
+
+
+class JumboFFN(Mlp):
+    """Feed-forward network of the joined Jumbo token: (B, J*D) -> (B, J*D).
+
+    ``Linear(J*D, ratio*J*D) -> GELU -> Linear(ratio*J*D, J*D)``. By default one instance serves every block, which is
+    what keeps the parameter count small; it still runs once per block, on one token.
+
+    Args:
+        dim: patch width D.
+        multiplier: J, how many times wider than a patch the global token is.
+        mlp_ratio: hidden width over J*D. Default 4.
+        drop: dropout after both linear layers. Default 0.
+    """
+
+    def __init__(self, dim: int, multiplier: int, mlp_ratio: float = 4.0, drop: float = 0.0) -> None:
+        width = dim * multiplier
+        super().__init__(width, int(width * mlp_ratio), drop=drop)

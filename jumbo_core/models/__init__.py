@@ -1,0 +1,6 @@
+"""Ready models on the kernels; importing this registers the image models with timm."""
+
+from jumbo_core.models.image import JumboViT
+from jumbo_core.models.released import LoadReport, load_released
+
+__all__ = ["JumboViT", "LoadReport", "load_released"]

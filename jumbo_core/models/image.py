@@ -1,0 +1,447 @@
+"""JumboViT: the image classifier and feature extractor, with timm's surface, registered with timm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from timm.layers import Attention, PatchEmbed, to_2tuple, trunc_normal_
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from timm.models._input import update_model_args, update_model_input_size
+from torch import nn
+
+from jumbo_core.jumbo.dropping import check_drop_rate, random_keep, take_patches
+from jumbo_core.jumbo.encoder import JumboEncoder
+from jumbo_core.models.positions import resample_positions
+from jumbo_core.models.released import to_current_names
+
+POOLS = ("jumbo", "token", "avg", "")
+
+
+class JumboViT(nn.Module):
+    """Plain ViT with a Jumbo token (arXiv 2502.15021 v3; released code for layout, defaults and initialisation).
+
+    Input (B, C, H, W); any H and W that the patch size divides, the position table is resampled to the grid.
+    Output (B, num_classes). Token order everywhere: prefix (J slices or class token, then registers), patches.
+
+    Args:
+        img_size: size the position table is made for, int or (H, W). Default 224.
+        patch_size: int or (h, w). Default 16.
+        in_chans: input channels. Default 3.
+        num_classes: classes, 0 for no head. Default 1000.
+        embed_dim: patch width D. Default 384.
+        depth: blocks. Default 12.
+        num_heads: attention heads. Default 6.
+        multiplier: J, width of the global token in patches; 0 = class token (the registers baseline). Default 6.
+        registers: register tokens. Default 0; the paper's baseline is ``multiplier=0, registers=16``.
+        global_pool: what the head reads. "jumbo" = [J slices ; mean of the patches], width (J+1)*D, the default;
+            "token" = the global token alone, the default when ``multiplier=0``; "avg" = mean of the patches;
+            "" = every token.
+        mlp_ratio, jumbo_mlp_ratio, share_jumbo_ffn, layer_scale, norm_eps: see :class:`JumboEncoder`.
+        drop_path_rate: one rate for every block (default 0.1, as released) or one per block.
+        drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, after the positions, after
+            linear layers, on attention weights. Default 0.
+        patch_drop_rate: share of patches dropped at random in training. Default 0. May be set between steps, see
+            :func:`jumbo_core.jumbo.linear_drop_rate`.
+        dynamic_img_size: accept other sizes than ``img_size`` (default); False makes them an error.
+        dynamic_img_pad: pad right and bottom to a multiple of the patch size instead of refusing. Default False.
+        init: "released" (head weights 0, head bias -ln(classes): long runs with BCE) or "short" (head weights
+            trunc-normal, Jumbo FFN output 0: short runs). Default "released".
+        attn_layer: attention class, see :class:`JumboBlock`.
+
+    Raises:
+        ValueError: an option outside its range, named with what was expected.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 384,
+        depth: int = 12,
+        num_heads: int = 6,
+        multiplier: int = 6,
+        *,
+        registers: int = 0,
+        global_pool: str | None = None,
+        mlp_ratio: float = 4.0,
+        jumbo_mlp_ratio: float = 4.0,
+        share_jumbo_ffn: bool = True,
+        layer_scale: float | None = None,
+        norm_eps: float = 1e-5,
+        drop_path_rate: float | Sequence[float] = 0.1,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        patch_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        dynamic_img_size: bool = True,
+        dynamic_img_pad: bool = False,
+        init: str = "released",
+        attn_layer: Callable[..., nn.Module] = Attention,
+    ) -> None:
+        super().__init__()
+        if init not in ("released", "short"):
+            raise ValueError(f"init must be 'released' or 'short', got {init!r}")
+        _check_divides(to_2tuple(img_size), to_2tuple(patch_size), pad=dynamic_img_pad)
+        self.num_classes, self.in_chans = num_classes, in_chans
+        self.embed_dim = self.num_features = embed_dim
+        self.init = init
+        self.dynamic_img_size, self.dynamic_img_pad = dynamic_img_size, dynamic_img_pad
+        self.patch_drop_rate = patch_drop_rate
+
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans, embed_dim, strict_img_size=False, dynamic_img_pad=dynamic_img_pad
+        )
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.patch_embed.num_patches, embed_dim))
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.encoder = JumboEncoder(
+            embed_dim,
+            depth,
+            num_heads,
+            multiplier=multiplier,
+            registers=registers,
+            mlp_ratio=mlp_ratio,
+            jumbo_mlp_ratio=jumbo_mlp_ratio,
+            share_jumbo_ffn=share_jumbo_ffn,
+            layer_scale=layer_scale,
+            drop_path=drop_path_rate,
+            attn_drop=attn_drop_rate,
+            proj_drop=proj_drop_rate,
+            norm_eps=norm_eps,
+            attn_layer=attn_layer,
+        )
+        reduction = self.patch_embed.feat_ratio(as_scalar=False)
+        reduction = reduction[0] if reduction[0] == reduction[1] else reduction
+        self.feature_info = [
+            dict(module=f"encoder.blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)
+        ]
+        self.head_drop = nn.Dropout(drop_rate)
+        trunc_normal_(self.pos_embed, std=0.02)
+        if init == "short" and multiplier:
+            for module in self.encoder.jumbo_mlp.modules():
+                if hasattr(module, "fc2"):
+                    nn.init.zeros_(module.fc2.weight)
+        if global_pool is None:
+            global_pool = "jumbo" if multiplier else "token"
+        self.reset_classifier(num_classes, global_pool)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.encoder.blocks
+
+    @property
+    def norm(self) -> nn.Module:
+        return self.encoder.norm
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        return self.encoder.num_prefix_tokens
+
+    # --- forward ---
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """(B, C, H, W) -> (B, num_classes). ``mask`` and ``keep``: see :meth:`forward_features`."""
+        x, mask = self._embed(x, mask, keep)
+        return self.forward_head(self.encoder.forward_tokens(x, mask), mask=mask)
+
+    def forward_features(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, keep: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Normalised tokens (B, prefix + N, D).
+
+        Args:
+            x: images (B, C, H, W).
+            mask: (B, N) bool, True = real patch; padded patches are attended to by nobody.
+            keep: long index (B, K) of the patches to use; the others are dropped before the first block.
+        """
+        return self.encoder.forward_tokens(*self._embed(x, mask, keep))
+
+    def forward_head(self, x: torch.Tensor, pre_logits: bool = False, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Pool tokens (B, prefix + N, D) and classify; ``pre_logits=True`` stops before the classifier."""
+        x = self.head_drop(self.pool(x, mask))
+        return x if pre_logits else self.head(x)
+
+    def pool(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Pooled vector of the tokens; the mean is over (real) patches only, never over prefix tokens."""
+        if not self.global_pool:
+            return x
+        jumbo, patches = self.encoder.split(x)
+        if self.global_pool == "token":
+            return jumbo.flatten(1)
+        if mask is None:
+            mean = patches.mean(dim=1)
+        else:
+            real = mask.unsqueeze(-1).to(patches.dtype)
+            mean = (patches * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+        return mean if self.global_pool == "avg" else torch.cat([jumbo.flatten(1), mean], dim=1)
+
+    def forward_intermediates(
+        self,
+        x: torch.Tensor,
+        indices: int | list[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+        mask: torch.Tensor | None = None,
+    ) -> Any:
+        """Block outputs as timm gives them.
+
+        Args:
+            indices: the last n blocks if an int, all if None, these blocks if a list.
+            return_prefix_tokens: pair every map with its prefix tokens.
+            norm: apply the final norm to every map.
+            stop_early: do not run blocks after the last wanted one (implied by ``intermediates_only``).
+            output_fmt: "NCHW" (B, D, h, w) or "NLC" (B, N, D).
+            intermediates_only: return the maps alone instead of (final tokens, maps).
+            mask: (B, N) bool, True = real patch.
+        """
+        if output_fmt not in ("NCHW", "NLC"):
+            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
+        if self.training and self.patch_drop_rate and output_fmt == "NCHW":
+            raise ValueError(
+                f"maps have holes while patch_drop_rate is {self.patch_drop_rate}: set it to 0 or use output_fmt='NLC'"
+            )
+        take, last = feature_take_indices(len(self.blocks), indices)
+        grid = self.grid_of(x.shape[-2:])
+        tokens, mask = self._embed(x, mask)
+        stop = last + 1 if stop_early or intermediates_only else len(self.blocks)
+        collected, h = {}, self.encoder.add_prefix(tokens)
+        for i, h in enumerate(self.encoder.run(h, self.encoder.attention_mask(tokens, mask), stop)):
+            if i in take:
+                collected[i] = self.norm(h) if norm else h
+        maps = []
+        for y in collected.values():
+            prefix, patches = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]
+            if output_fmt == "NCHW":
+                patches = patches.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous()
+            maps.append((patches, prefix) if return_prefix_tokens else patches)
+        return maps if intermediates_only else (self.norm(h), maps)
+
+    def grid_of(self, image_size: Sequence[int]) -> tuple[int, int]:
+        """Patch grid (h, w) of an image (H, W).
+
+        Raises:
+            ValueError: a side that the patch size does not divide (unless ``dynamic_img_pad``), or another size than
+                ``img_size`` while ``dynamic_img_size`` is off.
+        """
+        size, patch = tuple(image_size), self.patch_embed.patch_size
+        if not self.dynamic_img_size and size != self.patch_embed.img_size:
+            raise ValueError(
+                f"image is {size[0]}x{size[1]}, the model is for {self.patch_embed.img_size[0]}x"
+                f"{self.patch_embed.img_size[1]}; use dynamic_img_size=True or set_input_size"
+            )
+        _check_divides(size, patch, pad=self.dynamic_img_pad)
+        return self.patch_embed.dynamic_feat_size(size)
+
+    def _embed(
+        self, x: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if x.ndim != 4 or x.shape[1] != self.in_chans:
+            raise ValueError(f"JumboViT expects images (B, {self.in_chans}, H, W), got {tuple(x.shape)}")
+        grid = self.grid_of(x.shape[-2:])
+        patches = self.patch_embed(x)  # (B, C, H, W) -> (B, N, D)
+        patches = self.pos_drop(patches + resample_positions(self.pos_embed, self.patch_embed.grid_size, grid))
+        check_drop_rate(self.patch_drop_rate)
+        if keep is None and self.training and self.patch_drop_rate:
+            keep = random_keep(*patches.shape[:2], self.patch_drop_rate, device=patches.device)
+        if keep is not None:
+            patches = take_patches(patches, keep)
+            mask = None if mask is None else take_patches(mask, keep)
+        return patches, mask
+
+    # --- what timm's tools call ---
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        tokens = {"encoder.jumbo_token", "encoder.cls_token", "encoder.reg_token"}
+        return {"pos_embed"} | {n for n, _ in self.named_parameters() if n in tokens}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        return dict(
+            stem=r"^(pos_embed|patch_embed|encoder\.(jumbo|cls|reg)_token)",
+            blocks=[(r"^encoder\.blocks\.(\d+)", None), (r"^encoder\.(norm|jumbo_mlp)", (99999,))],
+        )
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self.encoder.gradient_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """New head for ``num_classes`` (0 = none), initialised as the model was."""
+        if global_pool is not None:
+            if global_pool not in POOLS or (global_pool == "jumbo" and not self.encoder.multiplier):
+                raise ValueError(
+                    f"global_pool must be one of {POOLS} ('jumbo' needs multiplier > 0), got {global_pool!r}"
+                )
+            self.global_pool = global_pool
+            update_model_args(self, global_pool=global_pool)
+        if num_classes < 0:
+            raise ValueError(f"num_classes must be at least 0, got {num_classes}")
+        tokens = {"jumbo": self.encoder.multiplier + 1, "token": self.encoder.num_global_tokens}
+        self.num_classes = num_classes
+        self.head_hidden_size = self.embed_dim * tokens.get(self.global_pool, 1)
+        self.head = nn.Identity()
+        if num_classes:
+            like = self.pos_embed
+            self.head = nn.Linear(self.head_hidden_size, num_classes, device=like.device, dtype=like.dtype)
+            init_head(self.head, self.init)
+        self.head.train(self.training)
+        if self.global_pool == "avg":
+            self.encoder.freeze_unreachable()
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Change the size the position table (and, if asked, the patch projection) is made for, by resampling."""
+        img_size = to_2tuple(img_size) if img_size is not None else self.patch_embed.img_size
+        patch_size = to_2tuple(patch_size) if patch_size is not None else self.patch_embed.patch_size
+        _check_divides(img_size, patch_size, pad=self.dynamic_img_pad)
+        old_grid = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
+        table = resample_positions(self.pos_embed.data, old_grid, self.patch_embed.grid_size)
+        self.pos_embed = nn.Parameter(table, requires_grad=self.pos_embed.requires_grad)
+        update_model_input_size(self, self.patch_embed.img_size, patch_size=self.patch_embed.patch_size)
+
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Cut off the blocks after the last wanted one; the remaining Jumbo parts that maps cannot see are frozen."""
+        take, last = feature_take_indices(len(self.blocks), indices)
+        self.encoder.keep_blocks(last + 1)
+        if prune_norm:
+            self.encoder.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+            self.encoder.freeze_unreachable()
+        return take
+
+
+def init_head(head: nn.Linear, init: str) -> None:
+    """ "released": weight 0, bias -ln(classes). "short": weight trunc-normal 0.02, bias 0."""
+    if init == "released":
+        nn.init.zeros_(head.weight)
+        nn.init.constant_(head.bias, -math.log(head.out_features))
+    else:
+        trunc_normal_(head.weight, std=0.02)
+        nn.init.zeros_(head.bias)
+
+
+def _check_divides(size: tuple[int, int], patch: tuple[int, int], *, pad: bool) -> None:
+    for side, length, step in zip(("height", "width"), size, patch, strict=True):
+        if length % step and not pad:
+            raise ValueError(
+                f"image {side} {length} is not a multiple of the patch size {step}; "
+                f"resize to {max(1, round(length / step)) * step} or use dynamic_img_pad=True"
+            )
+
+
+def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: JumboViT) -> dict[str, torch.Tensor]:
+    """timm's hook: published names to ours, positions resampled to the model's grid (square tables only)."""
+    return to_current_names(state_dict, model, resample=True).weights
+
+
+def _cfg(**kwargs) -> dict[str, Any]:
+    return {
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        "paper_ids": "arXiv:2502.15021",
+        "paper_name": "Thicker and Quicker: A Jumbo Token for Fast Plain Vision Transformers",
+        "origin_url": "https://github.com/antofuller/jumbo",
+        **kwargs,
+    }
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        **{
+            f"jumbo_{size}_patch16_224.in1k": _cfg(hf_hub_id="antofuller/jumbo", hf_hub_filename=f"jumbo_{size}.pth")
+            for size in ("pico", "nano", "tiny", "small", "base")
+        },
+        "jumbo_large_patch16_224.untrained": _cfg(),
+        "test_jumbo.untrained": _cfg(input_size=(3, 32, 32)),
+    }
+)
+
+
+def _create(variant: str, pretrained: bool, **kwargs) -> JumboViT:
+    out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
+    return build_model_with_cfg(
+        JumboViT,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **kwargs,
+    )
+
+
+@register_model
+def jumbo_pico_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
+    """D=96, 12 blocks, J=6, 4.779 M parameters; released weights 69.156 % top-1 on ImageNet-1k."""
+    args = dict(embed_dim=96, depth=12, num_heads=3, multiplier=6)
+    return _create("jumbo_pico_patch16_224", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def jumbo_nano_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
+    """D=128, 12 blocks, J=6, 8.142 M parameters; released weights 74.528 % top-1 on ImageNet-1k."""
+    args = dict(embed_dim=128, depth=12, num_heads=4, multiplier=6)
+    return _create("jumbo_nano_patch16_224", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def jumbo_tiny_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
+    """D=192, 12 blocks, J=6, 17.521 M parameters; released weights 78.366 % top-1 on ImageNet-1k."""
+    args = dict(embed_dim=192, depth=12, num_heads=3, multiplier=6)
+    return _create("jumbo_tiny_patch16_224", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def jumbo_small_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
+    """D=384, 12 blocks, J=6, 66.891 M parameters; released weights 82.558 % top-1 on ImageNet-1k."""
+    args = dict(embed_dim=384, depth=12, num_heads=6, multiplier=6)
+    return _create("jumbo_small_patch16_224", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def jumbo_base_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
+    """D=768, 12 blocks, J=3, 131.407 M parameters; released weights 84.954 % top-1 on ImageNet-1k."""
+    args = dict(embed_dim=768, depth=12, num_heads=12, multiplier=3)
+    return _create("jumbo_base_patch16_224", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def jumbo_large_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
+    """D=1024, 24 blocks, J=3, 383.1 M parameters. Not a released size: the paper's authors published no weights or
+    configuration for it, these numbers are ours."""
+    args = dict(embed_dim=1024, depth=24, num_heads=16, multiplier=3)
+    return _create("jumbo_large_patch16_224", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def test_jumbo(pretrained: bool = False, **kwargs) -> JumboViT:
+    """Tiny model for tests: 32 px, patch 8, D=16, 2 blocks, J=2."""
+    args = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, multiplier=2)
+    return _create("test_jumbo", pretrained, **{**args, **kwargs})

@@ -28,7 +28,7 @@ class JumboBlock(nn.Module):
         num_heads: attention heads; must divide ``dim``.
         multiplier: J, the number of slices at the front of the sequence. 0 for a plain block.
         mlp_ratio: hidden width of the patch MLP over D. Default 4.
-        layer_scale: initial value of LayerScale on each residual, or None (default) for none. v1 of the paper used 1e-4.
+        layer_scale: initial value of LayerScale on each residual, or None (default) for none. Paper v1: 1e-4.
         drop_path: stochastic depth rate of this block's residuals. Default 0.
         attn_drop, proj_drop: dropout of attention weights and of linear outputs. Default 0.
         norm_eps: epsilon of the LayerNorms. Default 1e-5.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -121,10 +121,8 @@ class JumboEncoder(nn.Module):
 
     def forward_tokens(self, patches: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """As :meth:`forward`, but one tensor (B, prefix + N, D), normalised, prefix tokens first."""
-        x = self.add_prefix(patches)
-        for x in self.run(x, self.attention_mask(patches, mask), len(self.blocks)):
-            pass
-        return self.norm(x)
+        tokens, _ = self.run(self.add_prefix(patches), self.attention_mask(patches, mask))
+        return self.norm(tokens)
 
     def intermediates(
         self,
@@ -139,12 +137,9 @@ class JumboEncoder(nn.Module):
         Blocks after the last wanted one are not run. ``norm=True`` applies the final LayerNorm to each.
         """
         wanted = {resolve_index(i, len(self.blocks)) for i in indices}
-        x = self.add_prefix(patches)
-        outputs = []
-        for i, x in enumerate(self.run(x, self.attention_mask(patches, mask), max(wanted) + 1)):
-            if i in wanted:
-                outputs.append(self.split(self.norm(x) if norm else x))
-        return outputs
+        mask = self.attention_mask(patches, mask)
+        _, collected = self.run(self.add_prefix(patches), mask, wanted, stop=max(wanted) + 1)
+        return [self.split(self.norm(x) if norm else x) for x in collected.values()]
 
     def add_prefix(self, patches: torch.Tensor) -> torch.Tensor:
         """Put the learned prefix tokens in front: (B, N, D) -> (B, prefix + N, D)."""
@@ -186,15 +181,26 @@ class JumboEncoder(nn.Module):
         for module in unreachable:
             module.requires_grad_(False)
 
-    def run(self, x: torch.Tensor, attn_mask: torch.Tensor | None, blocks: int) -> Iterator[torch.Tensor]:
-        """Yield the tokens (B, prefix + N, D) after each of the first ``blocks`` blocks."""
-        for i in range(blocks):
-            block, ffn = self.blocks[i], self.ffn_of(i)
+    def run(
+        self,
+        tokens: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        collect: Container[int] = (),
+        stop: int | None = None,
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Run the first ``stop`` blocks (default all) on tokens (B, prefix + N, D), without the final norm.
+
+        Returns the tokens after the last of them and the outputs of the blocks in ``collect``, by index.
+        """
+        collected = {}
+        for i, block in enumerate(self.blocks[:stop]):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x = self._gradient_checkpointing_func(block.__call__, x, ffn, attn_mask)
+                tokens = self._gradient_checkpointing_func(block.__call__, tokens, self.ffn_of(i), attn_mask)
             else:
-                x = block(x, ffn, attn_mask)
-            yield x
+                tokens = block(tokens, self.ffn_of(i), attn_mask)
+            if i in collect:
+                collected[i] = tokens
+        return tokens, collected
 
     def attention_mask(self, patches: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Mask of patches (B, N) -> mask of attention (B, 1, 1, prefix + N)."""

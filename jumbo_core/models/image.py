@@ -213,19 +213,19 @@ class JumboViT(nn.Module):
             )
         take, last = feature_take_indices(len(self.blocks), indices)
         grid = self.grid_of(x.shape[-2:])
-        tokens, mask = self._embed(x, mask)
-        stop = last + 1 if stop_early or intermediates_only else len(self.blocks)
-        collected, h = {}, self.encoder.add_prefix(tokens)
-        for i, h in enumerate(self.encoder.run(h, self.encoder.attention_mask(tokens, mask), stop)):
-            if i in take:
-                collected[i] = self.norm(h) if norm else h
+        patches, mask = self._embed(x, mask)
+        stop = last + 1 if stop_early or intermediates_only else None
+        tokens, collected = self.encoder.run(
+            self.encoder.add_prefix(patches), self.encoder.attention_mask(patches, mask), take, stop
+        )
         maps = []
         for y in collected.values():
+            y = self.norm(y) if norm else y
             prefix, patches = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]
             if output_fmt == "NCHW":
                 patches = patches.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous()
             maps.append((patches, prefix) if return_prefix_tokens else patches)
-        return maps if intermediates_only else (self.norm(h), maps)
+        return maps if intermediates_only else (self.norm(tokens), maps)
 
     def grid_of(self, image_size: Sequence[int]) -> tuple[int, int]:
         """Patch grid (h, w) of an image (H, W).

@@ -1,0 +1,176 @@
+"""JumboEncoder: shapes, masks, options, the in-place path, errors."""
+
+import pytest
+import torch
+
+from jumbo_core.jumbo import JumboEncoder, join_slices, split_slices
+from tests.conftest import max_error
+
+OPTIONS = [
+    {},
+    {"registers": 3},
+    {"multiplier": 0, "registers": 16},
+    {"share_jumbo_ffn": False},
+    {"layer_scale": 1e-4},
+    {"drop_path": [0.0, 0.3, 0.1]},
+    {"mlp_ratio": 2.0, "jumbo_mlp_ratio": 1.5},
+]
+
+
+def encoder(**options) -> JumboEncoder:
+    return JumboEncoder(16, 3, 2, **{"multiplier": 2, **options})
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_shapes(options):
+    model = encoder(**options)
+    jumbo, patches = model(torch.randn(2, 5, 16))
+    assert jumbo.shape == (2, options.get("multiplier", 2) or 1, 16)
+    assert patches.shape == (2, 5, 16)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_in_place_path_equals_concatenating_path(options):
+    model = encoder(**options).double().eval()
+    patches = torch.randn(2, 5, 16, dtype=torch.double)
+    with_grad = model(patches)
+    with torch.no_grad():
+        without = model(patches)
+    assert max_error(with_grad.jumbo, without.jumbo) < 1e-10
+    assert max_error(with_grad.patches, without.patches) < 1e-10
+
+
+def test_no_concatenation_per_layer_when_gradients_are_off():
+    """The prefix is put in front once; no block joins or splits the sequence again."""
+    model = encoder().eval()
+    patches = torch.randn(2, 5, 16)
+
+    def concatenations() -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(patches)
+        return sum(event.count for event in profile.key_averages() if event.key == "aten::cat")
+
+    with torch.no_grad():
+        assert concatenations() == 1
+    assert concatenations() == 1 + model.depth
+
+
+def test_in_place_updates_never_reach_a_tensor_somebody_holds():
+    model = encoder().eval()
+    patches = torch.randn(2, 5, 16)
+    before = patches.clone()
+    held = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: held.append((output, output.clone())))
+    with torch.no_grad():
+        model(patches)
+    assert torch.equal(patches, before)
+    assert all(torch.equal(output, copy) for output, copy in held)
+
+
+def test_mask_hides_padding():
+    model = encoder(registers=2).eval()
+    short, padding = torch.randn(1, 4, 16), torch.full((1, 3, 16), 1e4)
+    alone = model(short)
+    mask = torch.tensor([[True] * 4 + [False] * 3])
+    padded = model(torch.cat([short, padding], dim=1), mask)
+    assert max_error(alone.jumbo, padded.jumbo) < 1e-6
+    assert max_error(alone.patches, padded.patches[:, :4]) < 1e-6
+
+
+def test_token_dropping_is_indexing_patches():
+    """Without positions the encoder is permutation-equivariant, so any subset may be encoded alone."""
+    model = encoder().eval()
+    patches = torch.randn(2, 6, 16)
+    order = torch.tensor([4, 1, 5])
+    kept = model(patches[:, order])
+    mask = torch.zeros(2, 6, dtype=torch.bool)
+    mask[:, order] = True
+    assert max_error(kept.jumbo, model(patches, mask).jumbo) < 1e-5
+
+
+def test_intermediates():
+    model = encoder().eval()
+    patches = torch.randn(2, 5, 16)
+    first, last = model.intermediates(patches, [-1, 0], norm=True)
+    final = model(patches)
+    assert torch.equal(last.patches, final.patches) and torch.equal(last.jumbo, final.jumbo)
+    assert max_error(first.patches, final.patches) > 1e-3
+    with pytest.raises(IndexError, match=r"block index 3 is outside of a model with 3 blocks"):
+        model.intermediates(patches, [3])
+
+
+def test_shared_ffn_is_one_module_with_one_name():
+    shared, unshared = encoder(), encoder(share_jumbo_ffn=False)
+    names = [name for name, _ in shared.named_parameters() if "jumbo_mlp" in name]
+    assert names == [f"jumbo_mlp.{layer}.{kind}" for layer in ("fc1", "fc2") for kind in ("weight", "bias")]
+    assert len([name for name, _ in unshared.named_parameters() if "jumbo_mlp" in name]) == 3 * 4
+
+
+def test_drop_path_is_constant_or_per_block():
+    rates = [block.drop_path.drop_prob for block in encoder(drop_path=0.1).blocks]
+    assert rates == [0.1, 0.1, 0.1]
+    ramp = encoder(drop_path=[0.0, 0.1, 0.2]).blocks
+    assert isinstance(ramp[0].drop_path, torch.nn.Identity)
+    assert [block.drop_path.drop_prob for block in ramp[1:]] == [0.1, 0.2]
+
+
+def test_released_initialisation():
+    model = JumboEncoder(64, 2, 2, multiplier=4)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:
+            assert 0.005 < parameter.std().item() < 0.03, name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+
+
+def test_split_and_join():
+    wide = torch.randn(2, 12)
+    assert split_slices(wide, 3).shape == (2, 3, 4)
+    assert torch.equal(join_slices(split_slices(wide, 3)), wide)
+    with pytest.raises(ValueError, match=r"J=5, got \(2, 12\)"):
+        split_slices(wide, 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((16, 3, 3), {}, "dim 16 is not divisible by num_heads 3"),
+        ((16, 0, 2), {}, "depth must be an integer of at least 1, got 0"),
+        ((16, 3, 2), {"multiplier": -1}, "multiplier must be an integer of at least 0, got -1"),
+        ((16, 3, 2), {"multiplier": 1.5}, "multiplier must be an integer of at least 0, got 1.5"),
+        ((16, 3, 2), {"drop_path": [0.1]}, "drop_path has 1 rates for 3 blocks"),
+        ((16, 3, 2), {"drop_path": 1.0}, r"drop_path rates must lie in \[0, 1\), got 1.0"),
+        ((16, 3, 2), {"drop_path": float("nan")}, r"drop_path rates must lie in \[0, 1\), got nan"),
+    ],
+)
+def test_bad_options(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        JumboEncoder(*arguments, **options)
+
+
+def test_bad_inputs():
+    model = encoder()
+    with pytest.raises(ValueError, match=r"patches \(B, N, 16\), got \(2, 5, 15\)"):
+        model(torch.randn(2, 5, 15))
+    with pytest.raises(ValueError, match=r"mask must be bool of shape \(B, N\) = \(2, 5\).*got torch.float32 \(2, 5\)"):
+        model(torch.randn(2, 5, 16), torch.ones(2, 5))
+    with pytest.raises(ValueError, match=r"got torch.bool \(2, 4\)"):
+        model(torch.randn(2, 5, 16), torch.ones(2, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close(dtype):
+    model = encoder().eval()
+    patches = torch.randn(2, 5, 16)
+    with torch.no_grad():
+        reference = model(patches)
+        half = model.to(dtype)(patches.to(dtype))
+    assert half.jumbo.dtype == dtype
+    assert max_error(half.jumbo.float(), reference.jumbo) < (3e-2 if dtype == torch.bfloat16 else 5e-3)
+
+
+def test_gradcheck():
+    model = JumboEncoder(4, 2, 1, multiplier=2, drop_path=0.0).double()
+    patches = torch.randn(1, 3, 4, dtype=torch.double, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: tuple(model(x)), patches)

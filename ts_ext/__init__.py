@@ -1,0 +1,6 @@
+"""Time series: JumboPatchTST on torch alone, and its adapters to the hosts (``ts_ext.tsai``)."""
+
+from ts_ext.patchtst import JumboPatchTST
+from ts_ext.scaling import RevIN
+
+__all__ = ["JumboPatchTST", "RevIN"]

@@ -1,0 +1,70 @@
+"""JumboPatchTST in tsai: pass the class or an instance as ``arch`` of TSForecaster or ts_learner.
+
+Importing this module has one effect: it repairs tsai's data loader for numpy 2. tsai numbers the samples of a loader with
+the smallest integer type that holds their count, and ``NumpyDataLoader.create_batch`` then adds the batch size to such a
+number. Since numpy 2 the sum keeps the small type: for 100 samples in batches of 32 the last batch ends at
+``int8(96) + 32 = -128`` and comes out empty, so that validation and prediction lose samples; a batch size of 128 raises
+OverflowError. The repair widens the numbers to 64 bit where they are made, in ``NumpyDataLoader.get_idxs``, and touches
+nothing else.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from torch import nn
+
+from ts_ext.patchtst import JumboPatchTST
+
+try:
+    from fastcore.foundation import L
+    from tsai.data.core import NumpyDataLoader
+except ImportError as error:
+    raise ImportError(f"ts_ext.tsai needs tsai: pip install 'jumbo-vit[ts]' ({error})") from error
+
+__all__ = ["JumboPatchTST", "jumbo_lr", "jumbo_splitter"]
+
+
+def _repair_batch_numbers() -> None:
+    original = NumpyDataLoader.get_idxs
+    if getattr(original, "widened", False):
+        return
+
+    @functools.wraps(original)
+    def get_idxs(self):
+        indices = original(self)
+        return indices.astype(np.int64) if isinstance(indices, np.ndarray) else indices
+
+    get_idxs.widened = True
+    NumpyDataLoader.get_idxs = get_idxs
+
+
+_repair_batch_numbers()
+
+
+def jumbo_splitter(model: nn.Module) -> L:
+    """``splitter=`` of a Learner: two groups, the Jumbo FFN and everything else (one group where there is no such FFN).
+
+    The wide FFN collects gradients from every block and wants a slower rate on short runs::
+
+        learn = TSForecaster(X, y, splits=splits, arch=JumboPatchTST, splitter=jumbo_splitter)
+        learn.fit_one_cycle(10, jumbo_lr(1e-3))
+
+    Frozen parameters stay in their group; fastai skips them.
+    """
+    groups = ([], [])
+    for name, parameter in model.named_parameters():
+        groups[".jumbo_mlp." not in f".{name}"].append(parameter)
+    return L(L(group) for group in groups if group)
+
+
+def jumbo_lr(lr: float, scale: float = 0.3) -> slice:
+    """Learning rates for :func:`jumbo_splitter`: ``scale * lr`` for the Jumbo FFN, ``lr`` for the rest.
+
+    Raises:
+        ValueError: a rate or scale that is not above 0.
+    """
+    if not lr > 0 or not scale > 0:
+        raise ValueError(f"lr and scale must be above 0, got {lr} and {scale}")
+    return slice(scale * lr, lr)

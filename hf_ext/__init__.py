@@ -1,0 +1,23 @@
+"""Jumbo models inside Hugging Face Transformers. Importing it registers them with the Auto classes and does no more."""
+
+try:
+    import transformers as _transformers  # noqa: F401
+except ImportError as error:
+    raise ImportError("hf_ext needs Transformers and accelerate: pip install 'jumbo-vit[hf]'") from error
+
+from hf_ext.auto import register as _register
+from hf_ext.backbone_jumbo import JumboBackbone
+from hf_ext.configuration_jumbo import JumboConfig
+from hf_ext.image_processing_jumbo import jumbo_image_processor
+from hf_ext.modeling_jumbo import JumboForImageClassification, JumboModel, JumboPreTrainedModel
+
+_register()
+
+__all__ = [
+    "JumboBackbone",
+    "JumboConfig",
+    "JumboForImageClassification",
+    "JumboModel",
+    "JumboPreTrainedModel",
+    "jumbo_image_processor",
+]

@@ -1,0 +1,45 @@
+"""Preprocessing of the released weights, as one of Transformers' own image processors.
+
+A Transformers class rather than one of ours, so that a saved ``preprocessor_config.json`` opens without this package.
+"""
+
+from __future__ import annotations
+
+import math
+
+from transformers import BaseImageProcessor, DeiTImageProcessor, DeiTImageProcessorPil
+from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+IMAGE_PROCESSORS = {"torchvision": DeiTImageProcessor, "pil": DeiTImageProcessorPil}
+
+
+def jumbo_image_processor(
+    image_size: int | tuple[int, int] = 224, *, crop_pct: float = 0.875, backend: str = "torchvision", **overrides
+) -> BaseImageProcessor:
+    """The released evaluation transform: short side to ``image_size / crop_pct`` (bicubic), centre crop, ImageNet norm.
+
+    Args:
+        image_size: side of the model's input, or (H, W). A non-square size is resized to directly, without a crop.
+            Default 224.
+        crop_pct: share of the resized short side that the crop keeps; 1 = no margin. Default 0.875 (256 -> 224).
+        backend: "torchvision" (default) or "pil".
+        **overrides: any option of the Transformers processor, such as ``image_mean`` and ``image_std``.
+
+    Raises:
+        ValueError: ``crop_pct`` outside (0, 1] or an unknown backend.
+    """
+    if not 0 < crop_pct <= 1:
+        raise ValueError(f"crop_pct must lie in (0, 1], got {crop_pct}")
+    if backend not in IMAGE_PROCESSORS:
+        raise ValueError(f"backend must be one of {sorted(IMAGE_PROCESSORS)}, got {backend!r}")
+    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    shape = {"height": height, "width": width}
+    square = height == width
+    options = {
+        "size": {"shortest_edge": math.floor(height / crop_pct)} if square else shape,
+        "do_center_crop": square,
+        "crop_size": shape,
+        "image_mean": list(IMAGENET_DEFAULT_MEAN),
+        "image_std": list(IMAGENET_DEFAULT_STD),
+    }
+    return IMAGE_PROCESSORS[backend](**{**options, **overrides})

@@ -1,0 +1,209 @@
+"""Jumbo vision models for Transformers: the kernel of jumbo_core behind Transformers' interfaces."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from timm.layers import LayerScale
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel, initialization
+from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
+from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import capture_outputs
+
+from hf_ext.attention import AttentionCore, JumboAttention
+from hf_ext.configuration_jumbo import JumboConfig
+from jumbo_core.jumbo import JumboBlock, JumboEncoder, JumboFFN
+from jumbo_core.models import JumboViT
+from jumbo_core.models.image import init_head
+
+
+class JumboPreTrainedModel(PreTrainedModel):
+    """What all Jumbo vision models share: initialisation, and which of the host's features they support."""
+
+    config_class = JumboConfig
+    base_model_prefix = "jumbo"
+    main_input_name = "pixel_values"
+    input_modalities = ("image",)
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["JumboBlock"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": JumboBlock, "attentions": AttentionCore}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """The rule of jumbo_core, through functions that leave tensors alone which a checkpoint has filled."""
+        if module is getattr(self, "classifier", None) and isinstance(module, nn.Linear):
+            like = module.weight
+            fresh = nn.Linear(module.in_features, module.out_features, device=like.device, dtype=like.dtype)
+            init_head(fresh, self.config.init)
+            initialization.copy_(module.weight, fresh.weight)
+            initialization.copy_(module.bias, fresh.bias)
+        elif isinstance(module, nn.Linear):
+            initialization.trunc_normal_(module.weight, std=0.02)
+            initialization.zeros_(module.bias)
+        elif isinstance(module, (nn.Conv2d, nn.LayerNorm)):
+            module.reset_parameters()  # torch's default, as released; the host guards it while it loads
+        elif isinstance(module, LayerScale):
+            initialization.constant_(module.gamma, self.config.layer_scale)
+        elif isinstance(module, JumboFFN) and self.config.init == "short":
+            initialization.zeros_(module.fc2.weight)
+        elif isinstance(module, (JumboEncoder, JumboViT)):
+            for token in module.parameters(recurse=False):  # learned tokens and positions
+                initialization.trunc_normal_(token, std=0.02)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func=checkpoint, every_n_layers: int = 1
+    ) -> None:
+        if every_n_layers != 1:
+            raise ValueError(f"Jumbo models checkpoint every block; every_n_layers must be 1, got {every_n_layers}")
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Does nothing, see :meth:`JumboConfig.register_for_auto_class`."""
+
+    def _check_attentions(self, requested: bool | None) -> None:
+        if (self.config.output_attentions if requested is None else requested) and (
+            self.config._attn_implementation != "eager"
+        ):
+            raise ValueError(
+                f"attention implementation {self.config._attn_implementation!r} keeps no attention weights; call "
+                f"model.set_attn_implementation('eager') or load with attn_implementation='eager' to get attentions"
+            )
+
+
+class JumboModel(JumboPreTrainedModel):
+    """The encoder: images -> normalised tokens and the pooled vector.
+
+    Tokens run ``[J slices of the Jumbo token (or class token) | registers | patches]``. The pooled vector is
+    ``[J slices ; mean of the patches]``, width (J+1)*D, or the class token when ``multiplier=0``.
+    """
+
+    def __init__(self, config: JumboConfig) -> None:
+        super().__init__(config)
+        rates = config.drop_path_rate
+        self.vit = JumboViT(
+            config.image_sides,
+            config.patch_sides,
+            config.num_channels,
+            num_classes=0,
+            embed_dim=config.hidden_size,
+            depth=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            multiplier=config.multiplier,
+            registers=config.registers,
+            mlp_ratio=config.mlp_ratio,
+            jumbo_mlp_ratio=config.jumbo_mlp_ratio,
+            share_jumbo_ffn=config.share_jumbo_ffn,
+            layer_scale=config.layer_scale,
+            norm_eps=config.layer_norm_eps,
+            drop_path_rate=rates if isinstance(rates, (int, float)) else list(rates),
+            pos_drop_rate=config.hidden_dropout_prob,
+            proj_drop_rate=config.hidden_dropout_prob,
+            attn_drop_rate=config.attention_probs_dropout_prob,
+            patch_drop_rate=config.patch_drop_rate,
+            dynamic_img_pad=config.dynamic_img_pad,
+            init=config.init,
+            attn_layer=partial(JumboAttention, config),
+        )
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.vit.patch_embed
+
+    @property
+    def pooled_size(self) -> int:
+        """Width of ``pooler_output``: (J+1)*D, or D when ``multiplier=0``."""
+        return self.vit.head_hidden_size
+
+    @capture_outputs(tie_last_hidden_states=False)
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        pixel_mask: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
+        **kwargs,
+    ) -> BaseModelOutputWithPooling:
+        """Encode images.
+
+        Args:
+            pixel_values: (B, C, H, W); any H and W that the patch size divides (all, with ``dynamic_img_pad``).
+            pixel_mask: (B, H, W), nonzero = picture, 0 = padding. Patches of nothing but padding are attended to by
+                nobody and left out of the mean. Default None: all is picture.
+            output_attentions: return the attention weights of every block, (B, heads, T, T) each; needs the
+                implementation "eager".
+            **kwargs: ``output_hidden_states`` (embeddings, then every block's output before the final norm, each
+                (B, T, D)) and ``return_dict``.
+
+        Returns:
+            BaseModelOutputWithPooling: last_hidden_state (B, T, D), pooler_output (B, (J+1)*D).
+
+        Raises:
+            ValueError: a shape or an option that does not fit, named with what was expected.
+        """
+        self._check_attentions(output_attentions)
+        mask = self.patch_mask(pixel_values, pixel_mask)
+        patches, mask = self.vit._embed(pixel_values.to(self.vit.pos_embed.dtype), mask)
+        tokens = self.vit.encoder.forward_tokens(patches, mask)
+        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=self.vit.pool(tokens, mask))
+
+    def patch_mask(self, pixel_values: torch.Tensor, pixel_mask: torch.Tensor | None) -> torch.Tensor | None:
+        """Mask of pixels (B, H, W) -> mask of patches (B, N), True where any pixel of the patch is picture."""
+        if pixel_mask is None:
+            return None
+        expected = (pixel_values.shape[0], *pixel_values.shape[-2:])
+        if tuple(pixel_mask.shape) != expected:
+            raise ValueError(
+                f"pixel_mask must be (B, H, W) = {expected} as pixel_values, got {tuple(pixel_mask.shape)}"
+            )
+        (h, w), (p, q) = self.vit.grid_of(expected[1:]), self.config.patch_sides
+        padded = nn.functional.pad(pixel_mask.bool(), (0, w * q - expected[2], 0, h * p - expected[1]))
+        return padded.unflatten(2, (w, q)).unflatten(1, (h, p)).any(dim=4).any(dim=2).flatten(1)
+
+
+class JumboForImageClassification(JumboPreTrainedModel):
+    """Encoder and a linear classifier on ``[J slices ; mean of the patches]``.
+
+    ``config.num_labels`` classes (0 = no classifier: logits are the pooled vector); ``config.init`` says how a new
+    classifier starts.
+    """
+
+    def __init__(self, config: JumboConfig) -> None:
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.jumbo = JumboModel(config)
+        self.classifier = nn.Linear(self.jumbo.pooled_size, config.num_labels) if config.num_labels else nn.Identity()
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        labels: torch.Tensor | None = None,
+        pixel_mask: torch.Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **kwargs,
+    ) -> ImageClassifierOutput:
+        """Classify images (B, C, H, W) -> logits (B, num_labels).
+
+        Args:
+            pixel_values, pixel_mask, output_attentions: see :meth:`JumboModel.forward`.
+            labels: class indices (B,), or (B, num_labels) floats for the problem types "multi_label_classification"
+                and "regression"; with them the output holds ``loss``.
+            output_hidden_states: return every block's output.
+            **kwargs: handed to the loss (``num_items_in_batch``).
+        """
+        wanted = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
+        outputs = self.jumbo(
+            pixel_values, pixel_mask=pixel_mask, **{name: value for name, value in wanted.items() if value is not None}
+        )
+        logits = self.classifier(outputs.pooler_output)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
+        return ImageClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )

@@ -269,8 +269,8 @@ class JumboViT(nn.Module):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return dict(
-            stem=r"^(pos_embed|patch_embed|encoder\.(jumbo|cls|reg)_token)",
-            blocks=[(r"^encoder\.blocks\.(\d+)", None), (r"^encoder\.(norm|jumbo_mlp)", (99999,))],
+            stem=r"^(?:pos_embed|patch_embed|encoder\.(?:jumbo|cls|reg)_token)",
+            blocks=[(r"^encoder\.blocks\.(\d+)", None), (r"^encoder\.(?:norm|jumbo_mlp)", (99999,))],
         )
 
     @torch.jit.ignore

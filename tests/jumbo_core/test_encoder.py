@@ -159,15 +159,16 @@ def test_bad_inputs():
         model(torch.randn(2, 5, 16), torch.ones(2, 4, dtype=torch.bool))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_close(dtype):
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 3e-2), (torch.float16, 1e-3)])
+def test_half_precision_is_close(dtype, tolerance):
+    """Root mean square error: storing a 3.0 in fp16 alone costs up to 1e-3."""
     model = encoder().eval()
     patches = torch.randn(2, 5, 16)
     with torch.no_grad():
-        reference = model(patches)
-        half = model.to(dtype)(patches.to(dtype))
-    assert half.jumbo.dtype == dtype
-    assert max_error(half.jumbo.float(), reference.jumbo) < (3e-2 if dtype == torch.bfloat16 else 5e-3)
+        reference = torch.cat(model(patches), dim=1)
+        half = torch.cat(model.to(dtype)(patches.to(dtype)), dim=1)
+    assert half.dtype == dtype
+    assert (half.float() - reference).square().mean().sqrt() < tolerance
 
 
 def test_gradcheck():

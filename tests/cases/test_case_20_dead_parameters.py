@@ -1,0 +1,46 @@
+"""timm 1214, MONAI 3454: after one backward no trainable parameter is without a gradient."""
+
+import pytest
+import timm
+import torch
+
+HEADS = {
+    "jumbo": {},
+    "token": {"global_pool": "token"},
+    "avg": {"global_pool": "avg"},
+    "all tokens": {"global_pool": "", "num_classes": 0},
+    "registers baseline": {"multiplier": 0, "registers": 16},
+    "registers and jumbo": {"registers": 3},
+    "unshared": {"share_jumbo_ffn": False, "layer_scale": 1e-4},
+    "unshared avg": {"share_jumbo_ffn": False, "layer_scale": 1e-4, "global_pool": "avg"},
+    "one block avg": {"depth": 1, "global_pool": "avg"},
+}
+
+
+def without_gradient(model: torch.nn.Module) -> list[str]:
+    return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_classifier(head):
+    model = timm.create_model("test_jumbo", **{"num_classes": 5, **HEADS[head]})
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    assert without_gradient(model) == []
+
+
+@pytest.mark.parametrize("out_indices", [[0], [-1], [0, 1, 2]])
+@pytest.mark.parametrize("options", [{}, {"share_jumbo_ffn": False}, {"multiplier": 0, "registers": 4}])
+def test_feature_maps(out_indices, options):
+    net = timm.create_model("test_jumbo", features_only=True, out_indices=out_indices, depth=3, **options)
+    sum(feature.square().sum() for feature in net(torch.randn(2, 3, 32, 32))).backward()
+    assert without_gradient(net) == []
+
+
+@pytest.mark.parametrize(
+    "name", [f"jumbo_{size}_patch16_224" for size in ("pico", "nano", "tiny", "small", "base", "large")]
+)
+def test_every_registered_model_at_tiny_size(name):
+    small = dict(img_size=32, patch_size=16, num_classes=5, embed_dim=24, num_heads=2, depth=2)
+    model = timm.create_model(name, **small)
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    assert without_gradient(model) == []

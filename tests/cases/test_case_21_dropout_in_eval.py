@@ -1,0 +1,28 @@
+"""torch-harmonics 221: dropout acts in training and only there."""
+
+import timm
+import torch
+
+RATES = dict(drop_rate=0.5, pos_drop_rate=0.5, proj_drop_rate=0.5, attn_drop_rate=0.5, drop_path_rate=0.5)
+
+
+def test_eval_repeats_and_training_differs():
+    for extra in ({}, {"patch_drop_rate": 0.5}, {"multiplier": 0, "registers": 4}):
+        model = timm.create_model("test_jumbo", num_classes=5, init="short", **RATES, **extra)
+        image = torch.randn(4, 3, 32, 32)
+        model.eval()
+        assert torch.equal(model(image), model(image))
+        with torch.no_grad():
+            assert torch.equal(model(image), model(image))
+        model.train()
+        assert not torch.equal(model(image), model(image))
+
+
+def test_each_rate_acts_in_training():
+    image = torch.randn(4, 3, 32, 32)
+    for name in RATES:
+        options = {"drop_path_rate": 0.0, name: 0.5}
+        model = timm.create_model("test_jumbo", num_classes=5, init="short", **options).train()
+        assert not torch.equal(model(image), model(image)), name
+    quiet = timm.create_model("test_jumbo", num_classes=5, init="short", drop_path_rate=0.0).train()
+    assert torch.equal(quiet(image), quiet(image))

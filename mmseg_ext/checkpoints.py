@@ -1,0 +1,208 @@
+"""Reading pretrained weights into the backbone, whoever wrote them; nothing in a file is ever executed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from mmengine.dist import barrier, is_main_process
+from mmengine.logging import print_log
+from safetensors.torch import load_file
+from torch import nn
+
+from jumbo_core.models.positions import resample_positions, square_grid
+from jumbo_core.models.released import LoadReport, load_released, read_state_dict
+
+# Where a JumboViT may sit in a file: bare (released, timm), JumboModel, JumboForImageClassification, our backbone in a
+# segmentor. The longest fitting prefix is taken off.
+_PREFIXES = ("backbone.vit.", "jumbo.vit.", "vit.", "backbone.")
+_BLOCK = re.compile(r"encoder\.(?:blocks|jumbo_mlp)\.(\d+)\.")
+
+
+class Weights(NamedTuple):
+    """A file's tensors under their own names, and the patch grid (h, w) of its positions where the file says so."""
+
+    tensors: dict[str, torch.Tensor]
+    grid: tuple[int, int] | None
+
+
+def load_pretrained(
+    backbone: nn.Module,
+    checkpoint: str | Path,
+    *,
+    prefix: str | None = None,
+    grid: Sequence[int] | None = None,
+    map_location: str = "cpu",
+) -> LoadReport:
+    """Load a checkpoint into a :class:`mmseg_ext.JumboViT` and log what was loaded, missing and ignored.
+
+    Args:
+        backbone: filled in place.
+        checkpoint: a released ``.pth``, a ``.safetensors`` file, a Transformers folder (``config.json`` and
+            ``model.safetensors``), a timm checkpoint or state dict, a checkpoint of MMSegmentation; or an ``https://``
+            address of such a file, which is downloaded once into torch.hub's cache.
+        prefix: take only the tensors below this prefix, as the host's ``Pretrained`` does. Default None: found out.
+        grid: patch grid (h, w) that the file's positions were learned on. Default None: taken from a Transformers
+            folder's config; else the backbone's own grid for checkpoints of this backbone and for tables that fit it
+            and cannot be square; else square. Another grid than the backbone's is resampled bicubically.
+        map_location: accepted for the host's sake; weights always go where the backbone is.
+
+    Returns:
+        LoadReport(missing, unexpected, ignored): parameters the file lacks, keys nobody knows, keys without use here
+        (heads, the final norm while ``final_norm=False``, blocks that ``out_indices`` does not need).
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        ValueError: a file that would have to execute code or is no weight file, nothing in it fits, a tensor of another
+            shape (both shapes are named), NaN or infinity in a tensor, a position table of unknown grid.
+    """
+    vit = backbone.vit
+    weights = read_weights(checkpoint)
+    tensors, left_out, own_format = _below_prefix(weights.tensors, vit, prefix, checkpoint)
+    tensors, skipped = _without_unbuilt(tensors, backbone)
+    tensors = _fit_positions(tensors, vit, tuple(grid) if grid is not None else weights.grid, own_format, checkpoint)
+    try:
+        report = load_released(vit, tensors)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}") from None
+    report = LoadReport(report.missing, report.unexpected, sorted([*report.ignored, *left_out, *skipped]))
+    loaded = len(vit.state_dict()) - len(report.missing)
+    print_log(
+        f"{checkpoint}: loaded {loaded} tensors; missing {report.missing or 'none'}; "
+        f"unexpected {report.unexpected or 'none'}; ignored {report.ignored or 'none'}",
+        logger="current",
+    )
+    return report
+
+
+def read_weights(checkpoint: str | Path) -> Weights:
+    """Tensors of a file, folder or address; see :func:`load_pretrained` for kinds and errors."""
+    if str(checkpoint).startswith(("http://", "https://")):
+        path = _download(str(checkpoint))
+    else:
+        path = Path(checkpoint).expanduser()
+    if path.is_dir():
+        return _read_transformers_folder(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no weight file or folder at {path}")
+    if path.suffix == ".safetensors":
+        return Weights(load_file(path), _grid_of_config(path.with_name("config.json")))
+    try:
+        # timm's checkpoints carry the command line as an argparse.Namespace: plain data, safe to rebuild.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise ValueError(
+            f"{path} cannot be read as weights alone: it is damaged, no checkpoint, or holds other objects, and those "
+            f"are never executed. Save its state dict as a .safetensors file; checkpoints of MMSegmentation are "
+            f"readable when they were saved with PlainMessageHubHook. ({error})"
+        ) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected a state dict of named tensors")
+    return Weights(read_state_dict(content), None)
+
+
+def _read_transformers_folder(folder: Path) -> Weights:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():  # large models come in pieces
+        files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    else:
+        files = ["model.safetensors"]
+    tensors: dict[str, torch.Tensor] = {}
+    for name in files:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} is no Transformers model: it has no {name}")
+        tensors.update(load_file(folder / name))
+    return Weights(tensors, _grid_of_config(folder / "config.json"))
+
+
+def _grid_of_config(path: Path) -> tuple[int, int] | None:
+    """Patch grid of a Transformers config, None where there is none or it names no sizes."""
+    if not path.is_file():
+        return None
+    config = json.loads(path.read_text())
+    pairs = []
+    for key in ("image_size", "patch_size"):
+        value = config.get(key)
+        pairs.append([value, value] if isinstance(value, int) else value)
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        return None
+    return pairs[0][0] // pairs[1][0], pairs[0][1] // pairs[1][1]
+
+
+def _download(url: str) -> Path:
+    path = Path(torch.hub.get_dir()) / "checkpoints" / url.partition("?")[0].rpartition("/")[2]
+    if is_main_process() and not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(url, str(path))
+        except OSError as error:
+            raise OSError(
+                f"cannot download {url} ({error}); fetch it yourself and give checkpoint= its path"
+            ) from error
+    barrier()  # the others wait until the file is there
+    return path
+
+
+def _below_prefix(
+    tensors: dict[str, torch.Tensor], vit: nn.Module, prefix: str | None, source: str | Path
+) -> tuple[dict[str, torch.Tensor], list[str], bool]:
+    """Tensors of the backbone without their prefix, the names of the others, and whether this backbone wrote them."""
+    chosen = prefix or ""
+    if chosen and not any(key.startswith(chosen) for key in tensors):
+        raise ValueError(f"{source} has no tensor below {chosen!r}: it has {sorted(tensors)[:4]}…")
+    inner = {key.removeprefix(chosen): value for key, value in tensors.items() if key.startswith(chosen)}
+    embedding = "patch_embed.proj.weight"  # every file that could fit has it
+    found = next((p for p in _PREFIXES if p + embedding in inner), "")
+    chosen += found
+    kept = {key.removeprefix(chosen): value for key, value in tensors.items() if key.startswith(chosen)}
+    return kept, [key for key in tensors if not key.startswith(chosen)], chosen == "backbone.vit."
+
+
+def _without_unbuilt(
+    tensors: dict[str, torch.Tensor], backbone: nn.Module
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Leave out what this backbone would have with other options: later blocks and the final norm."""
+    built = len(backbone.vit.blocks)
+
+    def unbuilt(key: str) -> bool:
+        name = key if key.startswith("encoder.") else f"encoder.{key}"
+        if name.startswith("encoder.norm."):
+            return not backbone.final_norm
+        match = _BLOCK.match(name)
+        return bool(match) and built <= int(match[1]) < backbone.num_layers
+
+    skipped = [key for key in tensors if unbuilt(key)]
+    return {key: value for key, value in tensors.items() if key not in skipped}, skipped
+
+
+def _fit_positions(
+    tensors: dict[str, torch.Tensor],
+    vit: nn.Module,
+    grid: tuple[int, int] | None,
+    own_format: bool,
+    source: str | Path,
+) -> dict[str, torch.Tensor]:
+    table = tensors.get("pos_embed")
+    if table is None or table.ndim != 3 or table.shape[-1] != vit.embed_dim:
+        return tensors  # another width is reported with both shapes when the tensors are loaded
+    target, count = tuple(vit.patch_embed.grid_size), table.shape[1]
+    if grid is None:
+        fits = count == target[0] * target[1]
+        grid = target if fits and own_format else square_grid(count) or (target if fits else None)
+    if grid is None or grid[0] * grid[1] != count:
+        raise ValueError(
+            f"{source} has a position table of {tuple(table.shape)}, "
+            + (f"which is not the grid {tuple(grid)}" if grid else "of unknown grid (not square)")
+            + f"; the backbone's grid is {target}. Name the file's grid: init_cfg=dict(…, grid=(h, w))"
+        )
+    if grid != target:
+        print_log(f"{source}: positions resampled from grid {grid} to {target}", logger="current")
+        tensors = {**tensors, "pos_embed": resample_positions(table, grid, target)}
+    return tensors

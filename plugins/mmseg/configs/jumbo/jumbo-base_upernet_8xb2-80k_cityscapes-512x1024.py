@@ -1,0 +1,9 @@
+# UPerNet on Jumbo-base, Cityscapes.
+_base_ = "./jumbo-tiny_upernet_8xb2-80k_cityscapes-512x1024.py"
+pretrained = "https://huggingface.co/antofuller/jumbo/resolve/main/jumbo_base.pth"
+model = dict(
+    backbone=dict(arch="base", init_cfg=dict(checkpoint=pretrained)),
+    neck=dict(embed_dim=768),
+    decode_head=dict(in_channels=[768, 768, 768, 768]),
+    auxiliary_head=dict(in_channels=768),
+)

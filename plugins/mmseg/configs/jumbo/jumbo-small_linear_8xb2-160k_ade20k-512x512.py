@@ -1,0 +1,7 @@
+# A single linear layer on the last map of Jumbo-small, ADE20K.
+_base_ = "./jumbo-tiny_linear_8xb2-160k_ade20k-512x512.py"
+pretrained = "https://huggingface.co/antofuller/jumbo/resolve/main/jumbo_small.pth"
+model = dict(
+    backbone=dict(arch="small", init_cfg=dict(checkpoint=pretrained)),
+    decode_head=dict(in_channels=384, channels=384),
+)

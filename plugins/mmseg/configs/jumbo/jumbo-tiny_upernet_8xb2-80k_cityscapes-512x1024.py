@@ -19,8 +19,8 @@ data_preprocessor = dict(
     seg_pad_val=255,
     size=crop_size,
 )
-# Released weights: a local path (.pth, .safetensors, a Transformers folder) works as well as this address. To train from
-# scratch: --cfg-options model.backbone.init_cfg=None
+# Released weights; a local path (.pth, .safetensors, a Transformers folder) works as well as this address.
+# To train from scratch: --cfg-options model.backbone.init_cfg=None
 pretrained = "https://huggingface.co/antofuller/jumbo/resolve/main/jumbo_tiny.pth"
 model = dict(
     type="EncoderDecoder",

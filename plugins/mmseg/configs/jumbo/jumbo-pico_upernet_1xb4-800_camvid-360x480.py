@@ -5,9 +5,9 @@ custom_imports = dict(imports=["mmseg_ext"], allow_failed_imports=False)
 custom_hooks = [dict(type="PlainMessageHubHook"), dict(type="RandomStateHook")]
 randomness = dict(seed=0)
 
-iterations = 2000
+iterations = 800
 ignore = 11  # the label of pixels that belong to no class
-crop_size = (160, 160)
+crop_size = (176, 240)
 scale = (240, 180)  # width, height
 data_root = "data/camvid"
 metainfo = dict(
@@ -22,7 +22,7 @@ metainfo = dict(
 train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations"),
-    dict(type="RandomResize", scale=scale, ratio_range=(0.9, 1.6), keep_ratio=True),
+    dict(type="RandomResize", scale=scale, ratio_range=(1.0, 1.4), keep_ratio=True),
     dict(type="RandomCrop", crop_size=crop_size, cat_max_ratio=0.75, ignore_index=ignore),
     dict(type="RandomFlip", prob=0.5),
     dict(type="PhotoMetricDistortion"),
@@ -44,7 +44,7 @@ dataset = dict(
     data_root=data_root,
 )
 train_dataloader = dict(
-    batch_size=8,
+    batch_size=4,
     num_workers=0,
     sampler=dict(type="InfiniteSampler", shuffle=True),
     dataset=dict(
@@ -78,11 +78,11 @@ model = dict(
     backbone=dict(
         type="JumboViT",
         arch="pico",
-        num_layers=8,
+        num_layers=6,
         multiplier=4,
         img_size=crop_size,
         patch_size=8,
-        out_indices=(1, 3, 5, 7),
+        out_indices=(1, 2, 4, 5),
         drop_path_rate=0.0,
         init="short",
     ),
@@ -113,8 +113,8 @@ optim_wrapper = dict(
     paramwise_cfg=dict(layer_decay_rate=1.0, jumbo_lr_scale=0.3),
 )
 param_scheduler = [
-    dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=100),
-    dict(type="PolyLR", eta_min=0.0, power=1.0, begin=100, end=iterations, by_epoch=False),
+    dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=50),
+    dict(type="PolyLR", eta_min=0.0, power=1.0, begin=50, end=iterations, by_epoch=False),
 ]
-train_cfg = dict(type="IterBasedTrainLoop", max_iters=iterations, val_interval=250)
-default_hooks = dict(logger=dict(interval=50), checkpoint=dict(interval=250, max_keep_ckpts=1))
+train_cfg = dict(type="IterBasedTrainLoop", max_iters=iterations, val_interval=100)
+default_hooks = dict(logger=dict(interval=50), checkpoint=dict(interval=100, max_keep_ckpts=1))

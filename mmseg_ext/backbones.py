@@ -110,8 +110,8 @@ class JumboViT(BaseModule):
         sizes["depth"] = max(self.out_indices) + 1
 
         self.vit = CoreJumboViT(
-            img_size=_pair(img_size),
-            patch_size=_pair(patch_size),
+            img_size=_pair("img_size", img_size),
+            patch_size=_pair("patch_size", patch_size),
             in_chans=in_channels,
             num_classes=0,
             registers=registers,
@@ -207,8 +207,11 @@ def arch_sizes(arch: str) -> dict[str, int]:
     return dict(embed_dim=encoder.dim, depth=encoder.depth, num_heads=encoder.num_heads, multiplier=encoder.multiplier)
 
 
-def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-    return to_2tuple(size if isinstance(size, int) else tuple(size))
+def _pair(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    pair = to_2tuple(size) if isinstance(size, int) else tuple(size)
+    if len(pair) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in pair):
+        raise ValueError(f"{name} must be a positive integer or a pair (H, W) of them, got {size!r}")
+    return pair
 
 
 def _resolve_out_indices(out_indices: int | Sequence[int], num_layers: int) -> tuple[int, ...]:

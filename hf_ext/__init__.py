@@ -7,6 +7,7 @@ except ImportError as error:
 
 from hf_ext.auto import register as _register
 from hf_ext.backbone_jumbo import JumboBackbone
+from hf_ext.callbacks import PatchDropSchedule
 from hf_ext.configuration_jumbo import JumboConfig
 from hf_ext.image_processing_jumbo import jumbo_image_processor
 from hf_ext.modeling_jumbo import JumboForImageClassification, JumboModel, JumboPreTrainedModel
@@ -19,5 +20,6 @@ __all__ = [
     "JumboForImageClassification",
     "JumboModel",
     "JumboPreTrainedModel",
+    "PatchDropSchedule",
     "jumbo_image_processor",
 ]

@@ -1,6 +1,7 @@
-"""Configuration of the Jumbo vision models for Transformers (model type "jumbo_vit")."""
+"""Configuration of the Jumbo vision models for Transformers (model type "jumbo_vit").
 
-from __future__ import annotations
+Annotations are kept as types, not strings: the host checks every field against them.
+"""
 
 import os
 from pathlib import Path
@@ -126,9 +127,10 @@ class JumboConfig(BackboneConfigMixin, PreTrainedConfig):
                         f"image_size {side} {length} is not a multiple of patch_size {step}; "
                         f"use {max(1, round(length / step)) * step} or dynamic_img_pad=True"
                     )
-        for name in ("mlp_ratio", "jumbo_mlp_ratio", "layer_norm_eps"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be greater than 0, got {getattr(self, name)!r}")
+        for name in ("mlp_ratio", "jumbo_mlp_ratio", "layer_norm_eps", "layer_scale"):
+            value = getattr(self, name)
+            if not (value is None and name == "layer_scale") and not value > 0:
+                raise ValueError(f"{name} must be greater than 0, got {value!r}")
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "patch_drop_rate"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must lie in [0, 1), got {getattr(self, name)!r}")

@@ -43,17 +43,22 @@ class JumboPreTrainedModel(PreTrainedModel):
             initialization.copy_(module.weight, fresh.weight)
             initialization.copy_(module.bias, fresh.bias)
         elif isinstance(module, nn.Linear):
-            initialization.trunc_normal_(module.weight, std=0.02)
+            if self.config.init == "short" and self._ends_jumbo_ffn(module):
+                initialization.zeros_(module.weight)
+            else:
+                initialization.trunc_normal_(module.weight, std=0.02)
             initialization.zeros_(module.bias)
         elif isinstance(module, (nn.Conv2d, nn.LayerNorm)):
             module.reset_parameters()  # torch's default, as released; the host guards it while it loads
         elif isinstance(module, LayerScale):
             initialization.constant_(module.gamma, self.config.layer_scale)
-        elif isinstance(module, JumboFFN) and self.config.init == "short":
-            initialization.zeros_(module.fc2.weight)
         elif isinstance(module, (JumboEncoder, JumboViT)):
             for token in module.parameters(recurse=False):  # learned tokens and positions
                 initialization.trunc_normal_(token, std=0.02)
+
+    def _ends_jumbo_ffn(self, module: nn.Module) -> bool:
+        # Asked of the layer itself: the host never hands over modules that hold no parameter of their own.
+        return any(module is ffn.fc2 for ffn in self.modules() if isinstance(ffn, JumboFFN))
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func=checkpoint, every_n_layers: int = 1

@@ -14,7 +14,14 @@ from tests.conftest import max_error
 pytest.importorskip("transformers")
 from huggingface_hub import ModelCard
 from PIL import Image
-from transformers import AutoConfig, AutoImageProcessor, AutoModel, AutoModelForImageClassification, pipeline
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModel,
+    AutoModelForImageClassification,
+    PreTrainedModel,
+    pipeline,
+)
 
 from hf_ext import JumboForImageClassification, JumboModel, jumbo_image_processor
 from hf_ext.convert import convert, main

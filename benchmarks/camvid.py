@@ -24,7 +24,7 @@ from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.runner import Runner
 
-CONFIG = "jumbo/jumbo-pico_upernet_1xb4-800_camvid-360x480.py"
+CONFIG = "jumbo/jumbo-pico_upernet_1xb4-500_camvid-360x480.py"
 
 
 class CurveHook(Hook):
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> ResultFile:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with img_dir and ann_dir")
     parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
-    parser.add_argument("--quick", action="store_true", help="60 iterations instead of the config's 800")
+    parser.add_argument("--quick", action="store_true", help="60 iterations instead of the config's 500")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
     parser.add_argument("--work-dir", type=Path, help="checkpoints and logs; default out/camvid/NAME_OF_RESULT_FILE")
     options = parser.parse_args(arguments)

@@ -39,7 +39,7 @@ def prepare_host() -> None:
     if missing:
         raise ImportError(_INSTALL.format(missing=" and ".join(missing)), name=missing[0])
     if importlib.util.find_spec("mmcv._ext") is None:
-        sys.modules["mmcv._ext"] = MissingOperators("mmcv._ext")
+        sys.modules["mmcv._ext"] = sys.modules["mmcv"]._ext = MissingOperators("mmcv._ext")
 
     from mmengine.config.utils import MODULE2PACKAGE
 

@@ -5,7 +5,7 @@ custom_imports = dict(imports=["mmseg_ext"], allow_failed_imports=False)
 custom_hooks = [dict(type="PlainMessageHubHook"), dict(type="RandomStateHook")]
 randomness = dict(seed=0)
 
-iterations = 800
+iterations = 500
 ignore = 11  # the label of pixels that belong to no class
 crop_size = (176, 240)
 scale = (240, 180)  # width, height

@@ -3,8 +3,8 @@
     python -m benchmarks.cifar --data ../shared/data/cifar10 --out docs/results/cifar.json [--quick]
 
 Two widths, patch 4 (64 tokens), depth 4. Every contender tries the same learning rates with the first seed; the rate
-that is best on 2,000 held-out training photos is then run with the other seeds, and the table shows accuracy on the 5,000
-test photos, which no choice has seen. An interrupted command picks up at the first run that is not in the file.
+that is best on 2,000 held-out training photos is then run with the other seeds, and the table shows accuracy on the
+5,000 test photos, which no choice has seen. An interrupted command picks up at the first run that is not in the file.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+HEADER = ("task", "host", "quality", "baseline", "its quality", "Jumbo's", "baseline ms", "Jumbo ms")
 
 
 @dataclass(frozen=True)
@@ -18,3 +21,20 @@ class Row:
     jumbo_quality: float
     baseline_ms: float  # per sample; nan where a baseline has no model
     jumbo_ms: float
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, in the order of ``HEADER``."""
+
+        def milliseconds(value: float) -> str:
+            return "-" if math.isnan(value) else f"{value:.2f}"
+
+        return (
+            self.task,
+            self.host,
+            f"{self.metric} ({self.better} is better)",
+            self.baseline,
+            f"{self.baseline_quality:.4g}",
+            f"{self.jumbo_quality:.4g}",
+            milliseconds(self.baseline_ms),
+            milliseconds(self.jumbo_ms),
+        )

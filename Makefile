@@ -1,0 +1,42 @@
+# make demo · make test · make lint · make bench · make wheel-check: each sets up .venv by itself.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+SHARED ?= $(or $(JUMBO_SHARED),../shared)
+
+.PHONY: demo test lint bench wheel-check clean
+
+demo: $(INSTALLED)
+	$(PY) -m demo --out out/demo
+
+test: $(INSTALLED)
+	$(PY) -m pytest
+
+lint: $(INSTALLED)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+# The short forms of the evidence runs; the README names the full ones. Needs the data folder (JUMBO_SHARED).
+bench: $(INSTALLED)
+	$(PY) -m benchmarks.cifar --quick --data $(SHARED)/data/cifar10 --out out/bench/cifar.json
+	$(PY) -m benchmarks.camvid --quick --data $(SHARED)/data/camvid --out out/bench/camvid.json
+	$(PY) -m benchmarks.etth1 --quick --data $(SHARED)/data/series/ETTh1.csv --out out/bench/etth1.json
+
+# A real fresh environment with the wheel and no extras; slow, so not part of the tests (they check the same by blocking imports).
+wheel-check: $(INSTALLED)
+	rm -rf out/wheel && $(PY) -m build --wheel --outdir out/wheel
+	$(PYTHON) -m venv --clear out/wheel/env
+	out/wheel/env/bin/python -m pip install -q -c constraints.txt torch torchvision
+	out/wheel/env/bin/python -m pip install -q -c constraints.txt out/wheel/*.whl
+	cd out/wheel && env/bin/python ../../tests/wheel_without_extras.py
+
+# torch and torchvision first and from one index: mixed builds fail to import.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q -c constraints.txt torch torchvision
+	$(PY) -m pip install -q -c constraints.txt -e '.[all,mmseg-lite,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) out dist

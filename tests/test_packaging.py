@@ -1,0 +1,96 @@
+"""The wheel: what it carries, and that it works without any host. The real fresh environment is `make wheel-check`."""
+
+import subprocess
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).parent.parent
+BLOCK_HOSTS = """
+import sys, runpy
+
+class NoHosts:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"transformers", "mmengine", "mmseg", "mmcv", "tsai", "fastai", "accelerate"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, NoHosts())
+sys.path.insert(0, sys.argv[1])
+script = sys.argv[2]
+sys.argv = [script, "--target"]
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, ROOT],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_carries_packages_configs_and_markers_once(wheel):
+    names = Counter(zipfile.ZipFile(wheel).namelist())
+    assert max(names.values()) == 1
+    assert wheel.name.startswith("jumbo_vit-") and wheel.name.endswith("py3-none-any.whl")
+    for wanted in ("jumbo_core/py.typed", "hf_ext/py.typed", "ts_ext/py.typed", "mmseg_ext/py.typed"):
+        assert wanted in names
+    shipped = {n.removeprefix("mmseg_ext/.mim/") for n in names if n.startswith("mmseg_ext/.mim/")}
+    tree = ROOT / "plugins" / "mmseg"
+    here = {str(p.relative_to(tree)) for p in tree.rglob("*") if p.is_file() and "__pycache__" not in p.parts}
+    assert shipped == here and any(name.startswith("configs/") for name in shipped)
+    assert not any(name.split("/")[0] in ("tests", "demo", "benchmarks", "plugins", "docs") for name in names)
+
+
+def test_wheel_works_without_hosts_and_adapters_name_their_extra(wheel, tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", tmp_path / "env", wheel], check=True
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK_HOSTS, tmp_path / "env", ROOT / "tests" / "wheel_without_extras.py"],
+        capture_output=True, text=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "wheel without extras: ok" in done.stdout
+
+
+def test_metadata():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "jumbo-vit"
+    assert set(project["optional-dependencies"]) == {"mmseg", "mmseg-lite", "hf", "ts", "all", "dev"}
+    assert not any(d.startswith("mmcv") for d in project["optional-dependencies"]["mmseg"])
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+
+
+def test_core_imports_no_host():
+    """Arrows point down: nothing below jumbo_core knows a host."""
+    code = (
+        "import sys, jumbo_core, jumbo_core.measure; "
+        "hosts = [m for m in ('transformers', 'mmengine', 'mmseg', 'mmcv', 'tsai', 'fastai') if m in sys.modules]; "
+        "sys.exit(str(hosts) if hosts else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_repository_names_no_registry_and_no_machine_path():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if name == Path(__file__).relative_to(ROOT).as_posix() or not path.is_file() or path.is_symlink():
+            continue
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        for banned in ("pypi.org", "files.pythonhosted", "index-url", "/work/", "/tmp/", "/root/"):
+            assert banned not in text, f"{name} names {banned}"

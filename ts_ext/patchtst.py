@@ -98,7 +98,7 @@ class JumboPatchTST(nn.Module):
         if affine and not revin:
             raise ValueError("affine=True is RevIN's affine and needs revin=True")
         target_shape = _target_shape(c_out, pred_dim, custom_head)
-        channels_out, horizon = ((1, 1) + target_shape)[-2:]
+        channels_out, horizon = (1, 1, *target_shape)[-2:]
         self.c_in, self.seq_len = c_in, seq_len
         self.target_shape = target_shape
 
@@ -143,11 +143,13 @@ class JumboPatchTST(nn.Module):
         """(B, C, L) -> (B, C_out, H), or (B, H), or (B,): see ``pred_dim``.
 
         Raises:
-            ValueError: another shape or dtype than the model was built for, no sample, a NaN or infinite value. (Inside
-                torch.compile, torch.export and tracing values cannot be looked at: there NaN goes in and NaN comes out.)
+            ValueError: another shape or dtype than the model was built for, no sample, a NaN or infinite value.
+                (torch.compile, torch.export and tracing cannot look at values: there NaN goes in and NaN comes out.)
         """
-        x = x.as_subclass(torch.Tensor)  # tsai's tensor types would follow every operation
-        self._check_input(x)
+        self._check_shape(x)
+        if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+            x = x.as_subclass(torch.Tensor)  # tsai's tensor types would follow every operation
+            _check_values(x)
         normal, stats = self.revin.normalize(x) if self.revin is not None else (x, None)
         rows = normal.flatten(0, 1).to(self.head.weight.dtype)  # (B, C, L) -> (B*C, L): channel independence
         jumbo, patches = self.series(rows)
@@ -169,28 +171,13 @@ class JumboPatchTST(nn.Module):
         weights = self.mix + (1 - self.mix.sum(dim=1, keepdim=True)) / self.c_in  # every row sums to one
         return weights.to(y.dtype) @ y
 
-    def _check_input(self, x: torch.Tensor) -> None:
+    def _check_shape(self, x: torch.Tensor) -> None:
         if x.ndim != 3 or x.shape[1] != self.c_in or x.shape[2] != self.seq_len:
             raise ValueError(
                 f"JumboPatchTST was built for (B, {self.c_in} channels, {self.seq_len} steps), got {tuple(x.shape)}"
             )
         if not x.is_floating_point():
             raise ValueError(f"JumboPatchTST expects a floating dtype, got {x.dtype}: convert with x.float()")
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return
-        if not x.shape[0]:
-            raise ValueError(
-                f"no sample in {tuple(x.shape)}. tsai makes such batches under numpy 2 until `import ts_ext.tsai` "
-                f"repairs its loader"
-            )
-        finite = torch.isfinite(x)
-        if not finite.all():
-            bad = (~finite).nonzero()
-            sample, channel, step = bad[0].tolist()
-            raise ValueError(
-                f"{len(bad)} of {x.numel()} values are NaN or infinite, the first at sample {sample}, channel "
-                f"{channel}, step {step}: fill or drop missing values before the model"
-            )
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
@@ -201,17 +188,17 @@ def _target_shape(c_out: int, pred_dim: int | Sequence[int] | None, custom_head:
     """Shape of one target: (), (H,) or (C_out, H)."""
     if custom_head is not None:
         shape = _shape_from_tsai(custom_head)
-        given = pred_dim if pred_dim is None or isinstance(pred_dim, int) else tuple(pred_dim)
+        given = tuple(pred_dim) if isinstance(pred_dim, Sequence) else pred_dim
         if given not in (None, shape, shape[-1]):
             raise ValueError(f"pred_dim {pred_dim} and the targets of tsai's custom_head, {shape}, disagree")
     elif pred_dim is None:
         if c_out != 1:
             raise ValueError(f"without pred_dim there is one value per sample and c_out must be 1, got {c_out}")
         shape = ()
-    elif isinstance(pred_dim, int):
-        shape = (c_out, pred_dim)
-    else:
+    elif isinstance(pred_dim, Sequence):
         shape = tuple(pred_dim)
+    else:
+        shape = (c_out, pred_dim)
     if len(shape) > 2:
         raise ValueError(f"a forecast has channels and steps, [C_out, H]; got targets of shape {shape}")
     for name, value in zip(("horizon", "output channels"), reversed(shape), strict=False):
@@ -243,6 +230,22 @@ def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _check_values(x: torch.Tensor) -> None:
+    if not x.shape[0]:
+        raise ValueError(
+            f"no sample in {tuple(x.shape)}. tsai makes such batches under numpy 2 until `import ts_ext.tsai` repairs "
+            f"its loader"
+        )
+    finite = torch.isfinite(x)
+    if not finite.all():
+        bad = (~finite).nonzero()
+        sample, channel, step = bad[0].tolist()
+        raise ValueError(
+            f"{len(bad)} of {x.numel()} values are NaN or infinite, the first at sample {sample}, channel {channel}, "
+            f"step {step}: fill or drop missing values before the model"
+        )
 
 
 def _repair_tsai_if_loaded() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class WindowStats(NamedTuple):
-    """Mean and standard deviation of each window and channel, both (B, C, 1), in double precision where there is one."""
+    """Mean and standard deviation of each window and channel, both (B, C, 1), in double precision where it exists."""
 
     mean: torch.Tensor
     std: torch.Tensor
@@ -21,7 +21,8 @@ class RevIN(nn.Module):
     Statistics and both directions run in double precision and the mean is taken around the first value, so that nothing
     cancels for a series with a huge offset, and ``inverse(normalize(x))`` gives a constant series back bit by bit. With
     ``eps=0`` (default) ``f(a*x + b) = a*f(x) + b`` holds for every a > 0 and b; the original adds 1e-5 to the variance,
-    which makes small series depend on their unit. A constant window is normalised to zeros, and its forecast is its value.
+    which makes small series depend on their unit. A constant window is normalised to zeros and its forecast is its
+    value.
 
     Args:
         num_channels: C.

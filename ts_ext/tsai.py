@@ -1,11 +1,10 @@
 """JumboPatchTST in tsai: pass the class or an instance as ``arch`` of TSForecaster or ts_learner.
 
-Importing this module has one effect: it repairs tsai's data loader for numpy 2. tsai numbers the samples of a loader with
-the smallest integer type that holds their count, and ``NumpyDataLoader.create_batch`` then adds the batch size to such a
-number. Since numpy 2 the sum keeps the small type: for 100 samples in batches of 32 the last batch ends at
-``int8(96) + 32 = -128`` and comes out empty, so that validation and prediction lose samples; a batch size of 128 raises
-OverflowError. The repair widens the numbers to 64 bit where they are made, in ``NumpyDataLoader.get_idxs``, and touches
-nothing else.
+Importing this module has one effect: it repairs tsai's data loader for numpy 2. tsai numbers the samples of a loader
+with the smallest integer type that holds their count (``smallest_dtype``), and ``NumpyDataLoader.create_batch`` adds
+the batch size to such a number. Since numpy 2 the sum keeps the small type: for 100 samples in batches of 32 the last
+batch ends at ``int8(96) + 32 = -128`` and comes out empty, so that validation and prediction lose samples. The repair
+widens the numbers to 64 bit where they are made, in ``NumpyDataLoader.get_idxs``, and touches nothing else.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def summarise(file: ResultFile, settings: dict, pairs: list[tuple[str, int]]) ->
 
 
 def table(rows: list[dict]) -> str:
-    """The README's table of a result file's summary."""
+    """The summary as the README shows it."""
     return markdown_table(
         ["model", "width D", "parameters (M)", "MMAC", "lr", "test accuracy (%)"],
         [
@@ -183,11 +183,11 @@ def main() -> None:
     arguments = parser.parse_args()
 
     settings = dict(
-        widths=[32, 64], depth=4, epochs=6, batch=128, warmup=140, weight_decay=0.05, lrs=[1e-3, 2e-3, 4e-3],
+        widths=[32, 64], depth=4, epochs=6, batch=128, warmup=140, weight_decay=0.05, lrs=[1e-3, 3e-3],
         seeds=[0, 1, 2], train_photos=20000, test_photos=5000, held_out=HELD_OUT,
     )  # fmt: skip
     if arguments.quick:
-        settings |= dict(epochs=2, lrs=[2e-3], seeds=[0], train_photos=6000, test_photos=2000, held_out=500, warmup=20)
+        settings |= dict(epochs=2, lrs=[3e-3], seeds=[0], train_photos=6000, test_photos=2000, held_out=500, warmup=20)
     narrow, wide = settings["widths"]
     pairs = [(c, w) for w in (narrow, wide) for c in CONTENDERS if w == narrow or c != NARROW_ONLY]
     file = ResultFile(arguments.out, settings)
@@ -197,7 +197,7 @@ def main() -> None:
         [(c, w, best_lr(file, c, w, settings), seed) for c, w in pairs for seed in others], file, settings, arguments
     )
     rows = summarise(file, settings, pairs)
-    file.save(summary=rows)
+    file.save(summary=rows, table=table(rows))
     print(table(rows))
 
 

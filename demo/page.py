@@ -30,8 +30,8 @@ def write_page(path: Path, rows: list[Row], pictures: dict[str, Path], minutes: 
     path.write_text(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Jumbo demo</title><style>{STYLE}</style>"
         f"<h1>Jumbo in three hosts</h1><p>Measured in {minutes:.1f} minutes on {html.escape(machine['processor'])}, "
-        f"{machine['threads']} threads, torch {machine['torch']}, {machine['date']}. Small models and short runs on small "
-        f"data: this shows that the whole path works, not what a method is worth.</p>"
+        f"{machine['threads']} threads, torch {machine['torch']}, {machine['date']}. Small models and short runs on "
+        f"small data: this shows that the whole path works, not what a method is worth.</p>"
         f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{figures}</html>\n"
     )
     return path

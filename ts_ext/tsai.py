@@ -10,6 +10,8 @@ widens the numbers to 64 bit where they are made, in ``NumpyDataLoader.get_idxs`
 from __future__ import annotations
 
 import functools
+import time
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -17,12 +19,13 @@ from torch import nn
 from ts_ext.patchtst import JumboPatchTST
 
 try:
+    from fastai.callback.core import Callback
     from fastcore.foundation import L
     from tsai.data.core import NumpyDataLoader
 except ImportError as error:
     raise ImportError(f"ts_ext.tsai needs tsai: pip install 'jumbo-vit[ts]' ({error})") from error
 
-__all__ = ["JumboPatchTST", "jumbo_lr", "jumbo_splitter"]
+__all__ = ["JumboPatchTST", "FitBar", "jumbo_lr", "jumbo_splitter"]
 
 
 def _repair_batch_numbers() -> None:
@@ -67,3 +70,36 @@ def jumbo_lr(lr: float, scale: float = 0.3) -> slice:
     if not lr > 0 or not scale > 0:
         raise ValueError(f"lr and scale must be above 0, got {lr} and {scale}")
     return slice(scale * lr, lr)
+
+
+class FitBar(Callback):
+    """One quiet bar for a whole fit, in place of fastai's table of epochs, and the seconds each epoch of training took.
+
+    Use with ``learner.no_bar()`` and ``learner.no_logging()``.
+
+    Args:
+        progress: a ``rich.progress.Progress`` that is being shown.
+        title: text beside the bar.
+
+    Attributes:
+        seconds: one number per epoch, validation not included.
+    """
+
+    def __init__(self, progress: Any, title: str) -> None:
+        self.progress, self.title, self.seconds = progress, title, []
+
+    def before_fit(self) -> None:
+        self.bar = self.progress.add_task(self.title, total=len(self.learn.dls.train) * self.n_epoch)
+
+    def before_train(self) -> None:
+        self.start = time.perf_counter()
+
+    def after_batch(self) -> None:
+        if self.training:
+            self.progress.advance(self.bar)
+
+    def after_train(self) -> None:
+        self.seconds.append(time.perf_counter() - self.start)
+
+    def after_fit(self) -> None:
+        self.progress.remove_task(self.bar)

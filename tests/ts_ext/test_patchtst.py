@@ -218,9 +218,7 @@ def test_bad_input():
         model(torch.zeros(2, 4, 40, dtype=torch.long))
     x = torch.zeros(2, 4, 40)
     x[1, 2, 3], x[1, 3, 0] = float("nan"), float("inf")
-    with pytest.raises(
-        ValueError, match="2 of 320 values are NaN or infinite, the first at sample 1, channel 2, step 3"
-    ):
+    with pytest.raises(ValueError, match="2 of 320 values .*first at sample 1, channel 2, step 3"):
         model(x)
 
 

@@ -1,5 +1,6 @@
 """The wheel: what it carries, and that it works without any host. The real fresh environment is `make wheel-check`."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -60,6 +61,42 @@ def test_wheel_works_without_hosts_and_adapters_name_their_extra(wheel, tmp_path
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "wheel without extras: ok" in done.stdout
+
+
+RESOLVE = """
+import sys
+from pathlib import Path
+import mmseg_ext
+assert ("site-packages" if sys.argv[1] == "wheel" else "mmseg_ext") in mmseg_ext.__file__, mmseg_ext.__file__
+assert (Path(mmseg_ext.__file__).parent.parent / "jumbo_core").is_dir()
+from mmengine.config import Config
+config = Config.fromfile("both.py")
+assert config.model.backbone.type == "JumboViT" and config.train_cfg.max_iters == 40000, config
+print(mmseg_ext.__file__)
+"""
+
+
+@pytest.mark.parametrize("install", ["wheel", "editable"])
+def test_base_configs_resolve_in_wheel_and_editable_installs(install, request, tmp_path):
+    pytest.importorskip("mmseg", reason="needs the extra mmseg-lite")
+    environment = dict(os.environ)
+    if install == "wheel":
+        target = tmp_path / "site-packages"
+        wheel = request.getfixturevalue("wheel")
+        subprocess.run(
+            [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, wheel], check=True
+        )
+        environment["PYTHONPATH"] = str(target)
+    # The shipped config itself is built on mmseg::_base_ files, so that one file exercises both prefixes.
+    (tmp_path / "both.py").write_text(
+        '_base_ = "mmseg_ext::jumbo/jumbo-tiny_upernet_8xb2-160k_ade20k-512x512.py"\ntrain_cfg = dict(max_iters=40000)\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RESOLVE, install],
+        cwd=tmp_path, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ("site-packages" in done.stdout) == (install == "wheel")
 
 
 def test_metadata():

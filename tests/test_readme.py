@@ -1,0 +1,108 @@
+"""Every python block of the README runs as it stands, on small files of the names it uses; its tables are current."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import jumbo_core  # noqa: F401
+from benchmarks import tables
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = dict(re.findall(r"### (\w+)\n(?:(?!###).)*?```python\n(.*?)```", README, re.DOTALL))
+
+
+def run(block: str, namespace: dict | None = None) -> dict:
+    namespace = {"__name__": "readme", **(namespace or {})}
+    exec(compile(block, "README.md", "exec"), namespace)
+    return namespace
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def published(path: Path, size: str = "tiny", **options) -> Path:
+    """A file under the released names with random weights and a dead class token."""
+    model = timm.create_model(f"jumbo_{size}_patch16_224", init="short", **options)
+    state = {name.removeprefix("encoder."): value for name, value in model.state_dict().items()}
+    torch.save({**state, "cls_token": torch.zeros(1, 1, model.embed_dim)}, path)
+    return path
+
+
+def test_there_is_a_block_for_every_host():
+    assert set(BLOCKS) == {"timm", "Transformers", "MMSegmentation", "tsai"}
+    for name, block in BLOCKS.items():
+        assert len([line for line in block.splitlines() if line.strip()]) <= 12, name
+
+
+def test_timm_block():
+    done = run(BLOCKS["timm"])
+    assert done["logits"].shape == (2, 10)
+    assert done["tokens"].shape == (2, 6 + 160, 192)
+    assert [tuple(m.shape) for m in done["maps"]] == [(1, 192, 16, 20)] * 2
+    assert done["baseline"].num_prefix_tokens == 17
+
+
+def test_transformers_block(folder, capsys):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    published(folder / "jumbo_tiny.pth")
+    convert = re.search(r"`python (-m hf_ext\.convert [^`]+)`", README)[1]
+    subprocess.run([sys.executable, *convert.split()], check=True, cwd=folder, capture_output=True)
+    Image.fromarray(np.random.default_rng(0).integers(0, 255, (240, 300, 3), dtype=np.uint8)).save("photo.jpg")
+    dataset = [{"pixel_values": torch.randn(3, 224, 224), "labels": i} for i in range(2)]
+    run(BLOCKS["Transformers"], {"dataset": dataset})
+    assert "score" in capsys.readouterr().out
+    assert (folder / "my_jumbo" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_mmsegmentation_block(folder):
+    """The block as a file of its own through the stock tools, shortened on the command line as users do."""
+    mmseg = pytest.importorskip("mmseg", reason="needs the extra mmseg-lite")
+    from tests.hosts.mmseg_run import write_ade20k
+
+    write_ade20k(folder / "data" / "ade", training=2, validation=1)
+    published(folder / "jumbo_tiny.pth")
+    (folder / "my_config.py").write_text(BLOCKS["MMSegmentation"])
+    options = [
+        "train_cfg.max_iters=1", "train_cfg.val_interval=1", "default_hooks.checkpoint.interval=1",
+        "train_dataloader.batch_size=1", "model.decode_head.channels=16", "model.auxiliary_head.channels=8",
+        *(f"{split}_dataloader.{key}" for split in ("train", "val", "test")
+          for key in ("num_workers=0", "persistent_workers=False")),
+    ]  # fmt: skip
+    tools = Path(mmseg.__file__).parent / ".mim" / "tools"
+    commands = [line for line in README.splitlines() if line.startswith("python tools/")]
+    assert len(commands) == 2
+    for command in commands:
+        words = command.replace("tools/", f"{tools}/", 1).replace("iter_160000", "iter_1").split()[1:]
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", *words, "--cfg-options", *options],
+            cwd=folder, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "mIoU" in done.stdout + done.stderr
+
+
+def test_tsai_block(folder):
+    pytest.importorskip("tsai", reason="needs the extra ts")
+    hours = pd.date_range("2024-01-01", periods=500, freq="h", name="date")
+    values = np.sin(np.arange(500)[:, None] / np.array([12, 24]) * 2 * np.pi)
+    pd.DataFrame(values, index=hours, columns=["a", "b"]).to_csv("series.csv")
+    done = run(BLOCKS["tsai"])
+    assert done["forecast"].shape == (len(done["splits"][2]), 2, 24)
+
+
+def test_tables_are_what_the_result_files_say():
+    assert tables.main(["--check"]) == 0

@@ -15,6 +15,7 @@ from PIL import Image
 
 import jumbo_core  # noqa: F401
 from benchmarks import tables
+from jumbo_core.measure import __main__ as measure
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -106,3 +107,8 @@ def test_tsai_block(folder):
 
 def test_tables_are_what_the_result_files_say():
     assert tables.main(["--check"]) == 0
+
+
+def test_sizes_are_what_the_command_prints(capsys):
+    measure.main(["flops"])
+    assert capsys.readouterr().out.strip() in README

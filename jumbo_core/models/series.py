@@ -59,8 +59,8 @@ class JumboSeries(nn.Module):
         drop: dropout after embedding and positions. Default 0.
         init: "short" (Jumbo FFN output starts at zero, default: training runs on series are short) or "released"
             (trunc-normal there too).
-        **encoder: further arguments of :class:`JumboEncoder` (multiplier, registers, drop_path, …). The defaults are the
-            encoder's, but ``drop_path`` is 0.
+        **encoder: further arguments of :class:`JumboEncoder` (multiplier, registers, drop_path, …). The defaults are
+            the encoder's, but ``drop_path`` is 0.
 
     Raises:
         ValueError: a size out of range, a window shorter than a patch.

@@ -24,8 +24,8 @@ from jumbo_core.jumbo import param_groups
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-SIDE, PATCH, WIDTH, DEPTH, HEADS = 32, 4, 48, 4, 4
-EPOCHS, BATCH, RATE = 16, 48, 2e-3
+SIDE, PATCH, WIDTH, DEPTH, HEADS = 24, 4, 48, 4, 4
+EPOCHS, BATCH, RATE = 16, 32, 3e-3
 CONTENDERS = {
     "Jumbo (J=6)": dict(multiplier=6, registers=0),
     "ViT + CLS + 16 registers": dict(multiplier=0, registers=16),
@@ -72,7 +72,7 @@ def run(out: Path, *, seed: int = 0) -> tuple[list[Row], dict[str, Path]]:
 
 
 def pictures(seed: int) -> tuple[list[tuple[Image.Image, int]], list[tuple[Image.Image, int]]]:
-    """scikit-learn's 1,797 scanned digits (8x8, 16 grey levels) as RGB pictures of 32 px, split 80/20 by class."""
+    """scikit-learn's 1,797 scanned digits (8x8, 16 grey levels) as RGB pictures of 24 px, split 80/20 by class."""
     data = load_digits()
     samples = []
     for scan, label in zip(data.images, data.target, strict=True):

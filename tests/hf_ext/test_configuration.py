@@ -1,4 +1,7 @@
-"""JumboConfig: defaults, round trip, clear errors."""
+"""JumboConfig: defaults, round trip, clear errors; the package without its host."""
+
+import subprocess
+import sys
 
 import pytest
 
@@ -57,3 +60,9 @@ def test_bad_values_are_named(options, message):
 
 def test_dynamic_padding_allows_any_image_size():
     assert JumboConfig(image_size=225, dynamic_img_pad=True).image_size == 225
+
+
+def test_without_transformers_the_error_names_the_extra():
+    code = "import sys; sys.modules['transformers'] = None; import hf_ext"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "pip install 'jumbo-vit[hf]'" in done.stderr

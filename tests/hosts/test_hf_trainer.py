@@ -81,7 +81,7 @@ def test_killed_half_way_and_resumed_equals_the_uninterrupted_run(tmp_path):
 
 
 def test_scheduler_keeps_the_slower_rate_of_the_jumbo_ffn(tmp_path):
-    trainer = make_trainer(tmp_path, steps=6, save_strategy="no")
+    trainer = make_trainer(tmp_path, steps=6, save_strategy="no", gradient_checkpointing=True)
     seen = []
     step = trainer.optimizer.step
     trainer.optimizer.step = lambda *a, **k: (seen.append(rates(trainer)), step(*a, **k))[1]

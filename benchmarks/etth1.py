@@ -84,7 +84,7 @@ def train(
     from tsai.models.PatchTST import PatchTST
     from tsai.tslearner import TSForecaster
 
-    from ts_ext.tsai import JumboPatchTST, FitBar, jumbo_lr, jumbo_splitter
+    from ts_ext.tsai import FitBar, JumboPatchTST, jumbo_lr, jumbo_splitter
 
     options = MODELS[model]
     watch = FitBar(progress, f"{model}, rate {rate:g}, seed {seed}")

@@ -23,7 +23,7 @@ from tsai.models.PatchTST import PatchTST
 from tsai.tslearner import TSForecaster
 
 from demo.rows import Row
-from ts_ext.tsai import JumboPatchTST, FitBar, jumbo_lr, jumbo_splitter
+from ts_ext.tsai import FitBar, JumboPatchTST, jumbo_lr, jumbo_splitter
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

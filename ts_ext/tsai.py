@@ -25,7 +25,7 @@ try:
 except ImportError as error:
     raise ImportError(f"ts_ext.tsai needs tsai: pip install 'jumbo-vit[ts]' ({error})") from error
 
-__all__ = ["JumboPatchTST", "FitBar", "jumbo_lr", "jumbo_splitter"]
+__all__ = ["FitBar", "JumboPatchTST", "jumbo_lr", "jumbo_splitter"]
 
 
 def _repair_batch_numbers() -> None:

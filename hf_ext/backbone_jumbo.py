@@ -24,8 +24,17 @@ class JumboBackbone(BackboneMixin, JumboPreTrainedModel):
         self.num_features = [config.hidden_size] * (config.num_hidden_layers + 1)
         self.jumbo = JumboModel(config)
         self.post_init()
-        self._frozen: list[nn.Parameter] = []
+        self._frozen: set[str] = set()
         self._freeze_unreachable()
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        """As for any model; the host's loader makes new parameters, so what is idle is frozen again afterwards."""
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
+        model._frozen = set()
+        model._freeze_unreachable()
+        return loaded
 
     def get_input_embeddings(self) -> nn.Module:
         return self.jumbo.get_input_embeddings()
@@ -54,9 +63,10 @@ class JumboBackbone(BackboneMixin, JumboPreTrainedModel):
         return [self.stage_names.index(name) for name in self.out_features]
 
     def _freeze_unreachable(self) -> None:
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        before = [p for p in self.parameters() if p.requires_grad]
+        parameters = dict(self.named_parameters())
+        for name in self._frozen:
+            parameters[name].requires_grad_(True)
+        before = {name for name, parameter in parameters.items() if parameter.requires_grad}
         encoder, last = self.jumbo.vit.encoder, max(self.stages)
         idle = list(encoder.blocks[last:])
         if not self.config.apply_layernorm:
@@ -74,7 +84,7 @@ class JumboBackbone(BackboneMixin, JumboPreTrainedModel):
         if last == 0:
             for parameter in encoder.parameters(recurse=False):  # prefix tokens, which the stem's map does not hold
                 parameter.requires_grad_(False)
-        self._frozen = [p for p in before if not p.requires_grad]
+        self._frozen = {name for name in before if not parameters[name].requires_grad}
 
     @capture_outputs(tie_last_hidden_states=False)
     def forward(

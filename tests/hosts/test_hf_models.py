@@ -1,5 +1,7 @@
 """Jumbo models inside Transformers: outputs, attention implementations, initialisation, checkpointing, backbone."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -306,6 +308,20 @@ def test_backbone_maps(images):
     assert torch.equal(out.feature_maps[0].flatten(2).transpose(1, 2), stem)
     assert len(out.hidden_states) == 4 and model(images).hidden_states is None
     assert [f.shape for f in model(torch.randn(1, 3, 16, 40)).feature_maps] == [(1, 16, 2, 5)] * 3
+
+
+def test_backbone_is_frozen_alike_after_loading_and_copying(tmp_path):
+    def frozen(net):
+        return {name for name, p in net.named_parameters() if not p.requires_grad}
+
+    model = JumboBackbone(config(out_indices=[1]))
+    model.save_pretrained(tmp_path)
+    loaded, _ = JumboBackbone.from_pretrained(tmp_path, output_loading_info=True)
+    again, copied = JumboBackbone.from_pretrained(tmp_path), deepcopy(model)
+    assert frozen(model) and frozen(loaded) == frozen(again) == frozen(copied) == frozen(model)
+    for net in (loaded, copied):
+        net.out_indices = [3]
+        assert frozen(net) == frozen(JumboBackbone(config(out_indices=[3])))
 
 
 def test_backbone_runs_no_block_in_vain_and_can_be_repointed(images):

@@ -52,9 +52,7 @@ def run(out: Path, *, seed: int = 0) -> tuple[list[Row], dict[str, Path]]:
     # The host logs to the standard streams; the bars keep the terminal, the rest goes to a file.
     with (
         (out / "segmentation.log").open("w") as log,
-        Progress(
-            *columns, TimeElapsedColumn(), console=console, redirect_stdout=False, redirect_stderr=False
-        ) as progress,
+        Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as progress,
         contextlib.redirect_stdout(log),
         contextlib.redirect_stderr(log),
     ):

@@ -115,6 +115,13 @@ class JumboEncoder(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
+    def zero_jumbo_output(self) -> None:
+        """Start with Jumbo FFNs that add nothing: part of ``init="short"``, which short runs want."""
+        if self.multiplier:
+            for name, parameter in self.jumbo_mlp.named_parameters():
+                if name.endswith("fc2.weight"):
+                    nn.init.zeros_(parameter)
+
     def forward(self, patches: torch.Tensor, mask: torch.Tensor | None = None) -> JumboOutput:
         """Encode patches (B, N, D); ``mask`` (B, N) bool, True = real, False = padding that nobody attends to."""
         return self.split(self.forward_tokens(patches, mask))

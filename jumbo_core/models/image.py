@@ -121,10 +121,8 @@ class JumboViT(nn.Module):
         ]
         self.head_drop = nn.Dropout(drop_rate)
         trunc_normal_(self.pos_embed, std=0.02)
-        if init == "short" and multiplier:
-            for module in self.encoder.jumbo_mlp.modules():
-                if hasattr(module, "fc2"):
-                    nn.init.zeros_(module.fc2.weight)
+        if init == "short":
+            self.encoder.zero_jumbo_output()
         if global_pool is None:
             global_pool = "jumbo" if multiplier else "token"
         self.reset_classifier(num_classes, global_pool)

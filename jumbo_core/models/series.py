@@ -91,10 +91,8 @@ class JumboSeries(nn.Module):
         trunc_normal_(self.patch_embed.weight, std=0.02)
         nn.init.zeros_(self.patch_embed.bias)
         trunc_normal_(self.pos_embed, std=0.02)
-        if init == "short" and self.encoder.multiplier:
-            for name, parameter in self.encoder.jumbo_mlp.named_parameters():
-                if name.endswith("fc2.weight"):
-                    nn.init.zeros_(parameter)
+        if init == "short":
+            self.encoder.zero_jumbo_output()
 
     def forward(
         self, series: torch.Tensor, mask: torch.Tensor | None = None, keep: torch.Tensor | None = None

@@ -53,24 +53,18 @@ def test_every_sample_is_evaluated(tmp_path, n, bs):
     assert torch.equal(torch.as_tensor(seen).cpu(), torch.from_numpy(x[1:]))
 
 
-def test_repair_comes_with_the_model_in_any_order_of_import():
+def test_repair_comes_with_the_model_even_when_tsai_is_imported_later():
     code = """
 import torch
-{imports}
+from ts_ext import JumboPatchTST
+from tsai.data.core import get_ts_dls
 x = torch.arange(100.).reshape(100, 1, 1).expand(-1, 1, 40).numpy()
 dls = get_ts_dls(x, x[:, 0, 0].copy(), splits=([0], list(range(100))), bs=[1, 32], drop_last=False)
 JumboPatchTST(1, 1, 40, patch_len=8, stride=4, d_model=8, n_heads=2, multiplier=2)
 print(sum(len(b[0]) for b in dls.valid))
 """
-    orders = ["from ts_ext import JumboPatchTST", "from tsai.data.core import get_ts_dls"]
-    for imports in (orders, orders[::-1]):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code.format(imports="\n".join(imports))],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.split() == ["100"]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["100"]
 
 
 def test_class_trains_validates_and_predicts(tmp_path):

@@ -83,11 +83,11 @@ def test_target_channels_choose_inputs():
 
 def test_mixture_of_channels_learns_which_one():
     torch.manual_seed(0)
-    model = JumboPatchTST(3, 1, 40, 6, **{**SMALL, "dropout": 0.0})
-    x = torch.randn(64, 3, 1) * 5 + torch.randn(64, 3, 40) * 0.1
+    model = JumboPatchTST(3, 1, 40, 6, **{**SMALL, "dropout": 0.0, "n_layers": 1})
+    x = torch.randn(32, 3, 1) * 5 + torch.randn(32, 3, 40) * 0.1
     y = x[:, 1:2, :1].expand(-1, -1, 6)  # the second channel's level
-    optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    for _ in range(60):
+    optimizer = torch.optim.Adam(model.parameters(), 0.05)
+    for _ in range(30):
         loss = (model(x) - y).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -218,7 +218,7 @@ def test_bad_input():
         model(torch.zeros(2, 4, 40, dtype=torch.long))
     x = torch.zeros(2, 4, 40)
     x[1, 2, 3], x[1, 3, 0] = float("nan"), float("inf")
-    with pytest.raises(ValueError, match="2 of 320 values .*first at sample 1, channel 2, step 3"):
+    with pytest.raises(ValueError, match=r"2 of 320 values .*first at sample 1, channel 2, step 3"):
         model(x)
 
 

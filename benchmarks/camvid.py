@@ -34,7 +34,7 @@ class CurveHook(Hook):
 
     def __init__(self, results: ResultFile) -> None:
         self.results = results
-        self.start = time.perf_counter()
+        self.start = time.perf_counter()  # seconds count from the start of this process
 
     def before_train(self, runner) -> None:
         if runner.iter and _point(runner.iter) not in self.results.runs:

@@ -44,35 +44,49 @@ class RandomStateHook(Hook):
 
     On resuming, mmengine replays the data loader up to the saved iteration, which repeats every random choice of the
     data pipeline (given ``randomness=dict(seed=…)``), but the model's own draws start over. With this hook a run on
-    one process ends bit-equal to the uninterrupted one. On several processes only the first one's state could be
-    saved, so nothing is restored there. A pipeline that draws from torch's global generator in the main process
-    (mmseg's own do not) is not covered.
+    one process ends bit-equal to the uninterrupted one. Validation, which may follow a checkpoint and draws a seed for
+    its loader, leaves the random state as it found it. On several processes only the first one's state could be saved,
+    so nothing is restored there. A pipeline that draws from torch's global generator in the main process (mmseg's own
+    do not) is not covered.
     """
 
     def __init__(self) -> None:
-        self._state: dict[str, Any] | None = None
+        self._loaded: dict[str, torch.Tensor] | None = None
+        self._before_val: dict[str, torch.Tensor] | None = None
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        state = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state()
-        checkpoint["random_state"] = state
+        checkpoint["random_state"] = _random_state()
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
-        self._state = checkpoint.get("random_state")
+        self._loaded = checkpoint.get("random_state")
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
-        if self._state is None:
-            return
-        state, self._state = self._state, None
-        if runner.iter == 0:
-            return  # weights were loaded, but a new run starts
+        state, self._loaded = self._loaded, None
+        if state is None or runner.iter == 0:
+            return  # nothing loaded, or weights alone for a new run
         if get_world_size() > 1:
             runner.logger.warning("random state is not restored on several processes: dropout draws start over")
             return
-        torch.set_rng_state(state["cpu"].cpu())
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"].cpu())
+        _set_random_state(state)
+
+    def before_val(self, runner) -> None:
+        self._before_val = _random_state()
+
+    def after_val(self, runner) -> None:
+        _set_random_state(self._before_val)
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"].cpu())  # a checkpoint may have been loaded onto a GPU
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
 
 
 def plain(value: Any) -> Any:

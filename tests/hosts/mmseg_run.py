@@ -62,7 +62,7 @@ def overrides(data: Path, work: Path, *, iterations: int, drop: float) -> dict:
         "model.data_preprocessor.size": (32, 32),
         "model.test_cfg": dict(mode="slide", crop_size=(32, 32), stride=(16, 16)),
         "train_cfg.max_iters": iterations,
-        "train_cfg.val_interval": iterations,
+        "train_cfg.val_interval": iterations // 2,
         "optim_wrapper.optimizer.lr": 1e-3,
         "param_scheduler": [dict(type="PolyLR", eta_min=0.0, power=1.0, begin=0, end=iterations, by_epoch=False)],
         "default_hooks.checkpoint.interval": iterations // 2,

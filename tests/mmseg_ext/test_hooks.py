@@ -76,3 +76,11 @@ def test_a_new_run_from_old_weights_keeps_its_own_random_state():
     hook.before_train_iter(SimpleNamespace(iter=0), 0)
     assert not torch.equal(torch.rand(4), drawn)
     RandomStateHook().before_train_iter(SimpleNamespace(iter=5), 5)  # a checkpoint without it
+
+
+def test_validation_leaves_the_random_state():
+    hook = RandomStateHook()
+    hook.before_val(None)
+    expected = torch.rand(4)
+    hook.after_val(None)
+    assert torch.equal(torch.rand(4), expected)

@@ -130,7 +130,7 @@ class JumboViT(BaseModule):
         )
         if not final_norm:
             self.vit.encoder.norm = nn.Identity()
-        # Maps hold patches only: what the last block does to the Jumbo token alone would never get a gradient.
+        # Maps hold patches only: what the last block does to the Jumbo token gets zero gradients, but weight decay.
         self.vit.encoder.freeze_unreachable()
         self.vit.set_grad_checkpointing(with_cp)
         for module in self._frozen_modules():

@@ -10,6 +10,7 @@ from torch import nn
 
 pytest.importorskip("mmseg", reason="needs the extra mmseg-lite")
 
+import torch.distributed as dist
 from mmseg.registry import MODELS
 
 from tests.conftest import max_error
@@ -75,6 +76,8 @@ def test_every_trainable_parameter_gets_a_gradient(share, options, final_norm):
     backbone = tiny(share_jumbo_ffn=share, final_norm=final_norm, **options).train()
     sum(y.square().sum() for y in backbone(torch.randn(2, 3, 32, 32))).backward()
     assert trainable_without_gradient(backbone) == []
+    # nor a gradient that is always zero, as the last block's Jumbo norm would get, which feeds no map
+    assert [n for n, p in backbone.named_parameters() if p.requires_grad and not p.grad.any()] == []
 
 
 def test_checkpointing_gives_the_same_gradients():
@@ -221,3 +224,18 @@ def test_wrong_options(options, error, message):
 def test_wrong_input():
     with pytest.raises(ValueError, match=r"\(B, 3, H, W\)"):
         tiny()(torch.randn(1, 4, 32, 32))
+
+
+@pytest.fixture
+def process_group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("options", [dict(share_jumbo_ffn=False), dict(out_indices=(0, 1)), dict(frozen_stages=1)])
+def test_distributed_training_needs_no_search_for_unused_parameters(options, process_group):
+    """DDP refuses the second step when the first left a parameter without gradient, on one process as on many."""
+    model = nn.parallel.DistributedDataParallel(tiny(**options))
+    for _ in range(2):
+        sum(y.square().mean() for y in model(torch.randn(2, 3, 32, 32))).backward()

@@ -160,12 +160,18 @@ def main() -> None:
     summary = {"seasonal naive": naive}
     rows = [["seasonal naive (24 h)", "", f"{naive['mse']:.4f}", f"{naive['mae']:.4f}", "", ""]]
     for model, parts in runs.items():
-        spread = {k: mean_spread(part[k] for part in parts) for k in ("mse", "mae", "seconds_per_epoch")}
-        summary[model] = {"rate": chosen[model]["rate"], "parameters": parts[0]["parameters"], **spread}
+        spread = {k: mean_spread(part[k] for part in parts) for k in ("mse", "mae")}
+        seconds = min(part["seconds_per_epoch"] for part in parts)  # the run that other work disturbed least
+        summary[model] = {
+            "rate": chosen[model]["rate"],
+            "parameters": parts[0]["parameters"],
+            "seconds_per_epoch": seconds,
+            **spread,
+        }
         quality = [f"{spread[k][0]:.4f} ± {spread[k][1]:.4f}" for k in ("mse", "mae")]
-        rows.append([model, f"{chosen[model]['rate']:g}", *quality, f"{spread['seconds_per_epoch'][0]:.1f}",
+        rows.append([model, f"{chosen[model]['rate']:g}", *quality, f"{seconds:.1f}",
                      f"{parts[0]['parameters']:,}"])  # fmt: skip
-    table = markdown_table(["model", "rate", "test MSE", "test MAE", "s / epoch", "parameters"], rows)
+    table = markdown_table(["model", "rate", "test MSE", "test MAE", "s / epoch (fastest run)", "parameters"], rows)
     result.save(summary=summary, table=table)
     print(table)
 

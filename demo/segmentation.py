@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from demo.rows import Row
 from demo.scenes import write_scenes
 
-CONFIG = "jumbo/jumbo-pico_upernet_1xb16-300_digit-scenes-64x64.py"
+CONFIG = "jumbo/jumbo-pico_upernet_1xb16-400_digit-scenes-48x48.py"
 MODELS = {"ViT + 16 registers": dict(multiplier=0, registers=16), "Jumbo": {}}
 SHOWN = 4
 
@@ -109,7 +109,7 @@ def _config(name: str, backbone: dict, data: Path, out: Path, seed: int) -> Conf
 def _time_per_image(models: dict[str, torch.nn.Module], *, repeats: int = 60) -> dict[str, float]:
     """Median milliseconds of one image's forward pass; the models take turns, so that load falls on both."""
     device = next(iter(models.values())).data_preprocessor.device
-    image = torch.randn(1, 3, 64, 64, device=device)
+    image = torch.randn(1, 3, 48, 48, device=device)
     times = {name: [] for name in models}
     for repeat in range(repeats + 5):
         for name, model in models.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import mmseg_ext
-from jumbo_core.measure.report import ResultFile
+from jumbo_core.measure.report import ResultFile, markdown_table
 
 # isort: split
 from mmengine.config import Config
@@ -81,7 +81,11 @@ def main(arguments: list[str] | None = None) -> ResultFile:
         runner.register_hook(CurveHook(results))
         runner.train()
     curve = sorted((int(name.split()[-1]), run["mIoU"]) for name, run in results.runs.items())
-    results.save(curve=[{"iteration": iteration, "mIoU": miou} for iteration, miou in curve])
+    rows = [["mIoU on val (%)", *(f"{miou:.1f}" for _, miou in curve)]]
+    results.save(
+        curve=[{"iteration": iteration, "mIoU": miou} for iteration, miou in curve],
+        table=markdown_table(["iteration", *(str(iteration) for iteration, _ in curve)], rows),
+    )
     print("mIoU on val: " + " -> ".join(f"{miou:.1f}" for _, miou in curve))
     return results
 

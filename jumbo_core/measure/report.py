@@ -51,7 +51,13 @@ class ResultFile:
     def __init__(self, path: str | Path, settings: dict) -> None:
         self.path = Path(path)
         settings = json.loads(json.dumps(settings))
-        self.content = {"command": command_line(), "environment": environment(), "settings": settings, "runs": {}}
+        self.content = {
+            "command": command_line(),
+            "environment": environment(),
+            "commits": [],
+            "settings": settings,
+            "runs": {},
+        }
         if self.path.exists():
             old = json.loads(self.path.read_text())
             keys = set(old["settings"]) | set(settings)
@@ -59,7 +65,9 @@ class ResultFile:
             other = {k: v for k, v in other.items() if v[0] != v[1]}
             if other:
                 raise ValueError(f"{self.path} holds runs with other settings (file, now): {other}; move or delete it")
-            self.content["runs"] = old["runs"]
+            # The file keeps telling how it was begun; each later run adds the commit it was made with.
+            self.content = {**old, "commits": old.get("commits", [old["environment"]["commit"]])}
+        self.commit = environment()["commit"]
 
     @property
     def runs(self) -> dict[str, dict]:
@@ -69,6 +77,8 @@ class ResultFile:
         """Result of run ``name``: read from the file when it is there, else computed and saved at once."""
         if name not in self.runs:
             self.runs[name] = function()
+            if self.commit not in self.content["commits"]:
+                self.content["commits"].append(self.commit)
             self.save()
         return self.runs[name]
 

@@ -31,7 +31,7 @@ def render(name: str) -> str:
     where = content["environment"]
     source = (
         f"`{content['command']}` on {where['processor']}, {where['cores']} cores, torch {where['torch']}, "
-        f"{where['date']}, commit {where['commit'][:7]}: [docs/results/{name}.json](docs/results/{name}.json)"
+        f"{where['date']}, begun at commit {where['commit'][:7]}{'+changes' * where['commit'].endswith('+changes')}: [docs/results/{name}.json](docs/results/{name}.json)"
     )
     return f"{content['table']}\n\n{source}\n"
 
@@ -42,7 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     readme = ROOT / "README.md"
     old = readme.read_text()
-    new = BLOCK.sub(lambda match: f"{match[1]}{render(match[2])}{match[3]}", old)
+    try:
+        new = BLOCK.sub(lambda match: f"{match[1]}{render(match[2])}{match[3]}", old)
+    except FileNotFoundError as error:
+        print(error, file=sys.stderr)
+        return 1
     if new == old:
         return 0
     if options.check:

@@ -109,16 +109,12 @@ class JumboBackbone(BackboneMixin, JumboPreTrainedModel):
             raise ValueError(f"feature maps have holes while patch_drop_rate is {vit.patch_drop_rate}; set it to 0")
         stages, grid = self.stages, vit.grid_of(pixel_values.shape[-2:])
         mask = self.jumbo.patch_mask(pixel_values, pixel_mask)
-        patches, mask = vit._embed(pixel_values.to(vit.pos_embed.dtype), mask)
-        tokens = vit.encoder.add_prefix(patches)
-        attn_mask = vit.encoder.attention_mask(patches, mask)
-        outputs = {0: tokens} if 0 in stages else {}
-        _, blocks = vit.encoder.run(tokens, attn_mask, [stage - 1 for stage in stages], stop=max(stages))
-        outputs |= {index + 1: block for index, block in blocks.items()}
-        return BackboneOutput(feature_maps=tuple(self._map(outputs[stage], grid) for stage in stages))
+        wanted = [stage - 1 for stage in stages]
+        trunk = vit(pixel_values.to(vit.pos_embed.dtype), mask, collect=wanted, stop=max(stages))
+        # The stem's map is the embeddings: it has no prefix tokens to take off.
+        patches = {-1: trunk.embeddings} | {i: x[:, vit.num_prefix_tokens :] for i, x in trunk.collected.items()}
+        return BackboneOutput(feature_maps=tuple(self._map(patches[i], grid) for i in wanted))
 
-    def _map(self, tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-        vit = self.jumbo.vit
-        tokens = vit.norm(tokens) if self.config.apply_layernorm else tokens
-        patches = tokens[:, vit.num_prefix_tokens :]
+    def _map(self, patches: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
+        patches = self.jumbo.vit.norm(patches) if self.config.apply_layernorm else patches
         return patches.transpose(1, 2).unflatten(2, grid).contiguous()  # (B, h*w, D) -> (B, D, h, w)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from timm.layers import LayerScale
@@ -18,6 +20,38 @@ from hf_ext.configuration_jumbo import JumboConfig
 from jumbo_core.jumbo import JumboBlock, JumboEncoder, JumboFFN
 from jumbo_core.models import JumboViT
 from jumbo_core.models.image import init_head
+
+
+class TrunkOutput(NamedTuple):
+    """What a trunk computed, nothing of it normalised.
+
+    embeddings (B, N, D): the patches before the first block. mask (B, N) or None, of the patches that were used.
+    tokens (B, T, D) after the last block that ran. collected: outputs (B, T, D) of the wanted blocks by index.
+    """
+
+    embeddings: torch.Tensor
+    mask: torch.Tensor | None
+    tokens: torch.Tensor
+    collected: dict[int, torch.Tensor]
+
+
+class JumboTrunk(JumboViT):
+    """A headless JumboViT that, called, gives what the models here are made of.
+
+    All that touches its parameters happens inside calls of modules: offloading and sharding hook into those.
+    """
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        collect: Container[int] = (),
+        stop: int | None = None,
+    ) -> TrunkOutput:
+        """Images (B, C, H, W); ``collect`` and ``stop`` as for :class:`JumboEncoder`."""
+        patches, mask = self._embed(x, mask)
+        return TrunkOutput(patches, mask, *self.encoder(patches, mask, collect=collect, stop=stop))
 
 
 class JumboPreTrainedModel(PreTrainedModel):
@@ -91,7 +125,7 @@ class JumboModel(JumboPreTrainedModel):
     def __init__(self, config: JumboConfig) -> None:
         super().__init__(config)
         rates = config.drop_path_rate
-        self.vit = JumboViT(
+        self.vit = JumboTrunk(
             config.image_sides,
             config.patch_sides,
             config.num_channels,
@@ -152,9 +186,9 @@ class JumboModel(JumboPreTrainedModel):
         """
         self._check_attentions(output_attentions)
         mask = self.patch_mask(pixel_values, pixel_mask)
-        patches, mask = self.vit._embed(pixel_values.to(self.vit.pos_embed.dtype), mask)
-        tokens = self.vit.encoder.forward_tokens(patches, mask)
-        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=self.vit.pool(tokens, mask))
+        trunk = self.vit(pixel_values.to(self.vit.pos_embed.dtype), mask)
+        tokens = self.vit.norm(trunk.tokens)
+        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=self.vit.pool(tokens, trunk.mask))
 
     def patch_mask(self, pixel_values: torch.Tensor, pixel_mask: torch.Tensor | None) -> torch.Tensor | None:
         """Mask of pixels (B, H, W) -> mask of patches (B, N), True where any pixel of the patch is picture."""

@@ -118,6 +118,21 @@ def test_padding_of_a_picture_changes_nothing(attention):
         model(padded, pixel_mask=mask[..., :24])
 
 
+def test_patch_dropping_keeps_mask_and_tokens_aligned():
+    model = randomised(JumboModel(config(patch_drop_rate=0.5, drop_path_rate=0.0))).train()
+    images, mask = torch.randn(2, 3, 32, 32), torch.zeros(2, 32, 32)
+    mask[0, :, :24], mask[1, :8, :8] = 1, 1  # 12 real patches of 16, and 1
+    out = model(images, pixel_mask=mask)
+    assert out.last_hidden_state.shape == (2, 2 + 8, 16)
+    noise = images.clone()
+    noise[:, :, 8:, 24:] += 1e3
+    states = []
+    for pixels in (images, noise):  # of what is padding in the first picture nothing arrives, whatever was drawn
+        torch.manual_seed(0)
+        states.append(model(pixels, pixel_mask=mask).pooler_output[0])
+    assert max_error(*states) < 1e-5
+
+
 # --- losses ---
 
 
@@ -338,6 +353,27 @@ def test_backbone_runs_no_block_in_vain_and_can_be_repointed(images):
     model.jumbo.vit.patch_drop_rate = 0.5
     with pytest.raises(ValueError, match=r"holes while patch_drop_rate is 0\.5"):
         model(images)
+
+
+# --- offloading: the host's hooks sit on calls of modules ---
+
+
+@pytest.mark.parametrize("cls", [JumboForImageClassification, JumboModel, JumboBackbone])
+def test_offloaded_to_cpu_or_disk(cls, tmp_path, images):
+    accelerate = pytest.importorskip("accelerate")
+    model = randomised(cls(config(out_features=["stem", "stage2"], registers=1))).eval()
+    model.save_pretrained(tmp_path / "saved")
+    on_disk = cls.from_pretrained(
+        tmp_path / "saved", device_map={"": "disk"}, offload_folder=tmp_path / "offloaded"
+    ).eval()
+    assert {p.device.type for p in on_disk.parameters()} == {"meta"}
+    with torch.no_grad():
+        expected = [t for out in model(images).to_tuple() for t in (out if isinstance(out, tuple) else [out])]
+        on_cpu = accelerate.cpu_offload(deepcopy(model))
+        assert {p.device.type for p in on_cpu.parameters()} == {"meta"}
+        for net in (on_disk, on_cpu):
+            got = [t for out in net(images).to_tuple() for t in (out if isinstance(out, tuple) else [out])]
+            assert all(max_error(a, b) < 1e-6 for a, b in zip(got, expected, strict=True))
 
 
 # --- compilers ---

@@ -28,10 +28,14 @@ def render(name: str) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"README wants docs/results/{name}.json: run the benchmark that writes it")
     content = json.loads(path.read_text())
+    if "table" not in content:
+        raise FileNotFoundError(f"docs/results/{name}.json is of an unfinished run: start its command again")
     where = content["environment"]
+    changed = "+changes" if where["commit"].endswith("+changes") else ""
     source = (
         f"`{content['command']}` on {where['processor']}, {where['cores']} cores, torch {where['torch']}, "
-        f"{where['date']}, begun at commit {where['commit'][:7]}{'+changes' * where['commit'].endswith('+changes')}: [docs/results/{name}.json](docs/results/{name}.json)"
+        f"{where['date']}, begun at commit {where['commit'][:7]}{changed}: "
+        f"[docs/results/{name}.json](docs/results/{name}.json)"
     )
     return f"{content['table']}\n\n{source}\n"
 

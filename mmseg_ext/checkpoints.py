@@ -16,7 +16,7 @@ from mmengine.logging import print_log
 from safetensors.torch import load_file
 from torch import nn
 
-from jumbo_core.models.positions import resample_positions, square_grid
+from jumbo_core.models.positions import grid_of_table, resample_positions
 from jumbo_core.models.released import LoadReport, load_released, read_state_dict
 
 # Where a JumboViT may sit in a file: bare (released, timm), JumboModel, JumboForImageClassification, our backbone in a
@@ -68,7 +68,7 @@ def load_pretrained(
     tensors, skipped = _without_unbuilt(tensors, backbone)
     tensors = _fit_positions(tensors, vit, tuple(grid) if grid is not None else weights.grid, own_format, checkpoint)
     try:
-        report = load_released(vit, tensors)
+        report = load_released(vit, tensors, grid=vit.patch_embed.grid_size)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from None
     report = LoadReport(report.missing, report.unexpected, sorted([*report.ignored, *left_out, *skipped]))
@@ -193,9 +193,7 @@ def _fit_positions(
     if table is None or table.ndim != 3 or table.shape[-1] != vit.embed_dim:
         return tensors  # another width is reported with both shapes when the tensors are loaded
     target, count = tuple(vit.patch_embed.grid_size), table.shape[1]
-    if grid is None:
-        fits = count == target[0] * target[1]
-        grid = target if fits and own_format else square_grid(count) or (target if fits else None)
+    grid = grid_of_table(count, target, same_layout=own_format, given=grid)
     if grid is None or grid[0] * grid[1] != count:
         raise ValueError(
             f"{source} has a position table of {tuple(table.shape)}, "

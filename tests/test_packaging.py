@@ -3,12 +3,12 @@
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).parent.parent
 HIDE_HOSTS = """

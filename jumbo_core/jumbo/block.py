@@ -68,7 +68,7 @@ class JumboBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        jumbo_ffn: nn.Module | None = None,
+        jumbo_ffn: Callable[[torch.Tensor], torch.Tensor] | None = None,
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, J+E+N, D) -> (B, J+E+N, D). ``attn_mask`` broadcasts to (B, heads, T, T), True = may be attended to."""

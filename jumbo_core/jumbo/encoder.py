@@ -11,6 +11,7 @@ from timm.layers import Attention, trunc_normal_
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from jumbo_core import checks
 from jumbo_core.jumbo.block import JumboBlock
 from jumbo_core.jumbo.token import JumboFFN
 
@@ -68,13 +69,24 @@ class JumboEncoder(nn.Module):
         attn_layer: Callable[..., nn.Module] = Attention,
     ) -> None:
         super().__init__()
-        _check_sizes(dim, depth, num_heads, multiplier, registers)
+        dim, depth = checks.integer("dim", dim), checks.integer("depth", depth)
+        num_heads = checks.integer("num_heads", num_heads)
+        multiplier, registers = checks.integer("multiplier", multiplier, 0), checks.integer("registers", registers, 0)
+        if dim % num_heads:
+            raise ValueError(f"dim {dim} is not divisible by num_heads {num_heads}")
+        mlp_ratio = checks.positive("mlp_ratio", mlp_ratio)
+        jumbo_mlp_ratio = checks.positive("jumbo_mlp_ratio", jumbo_mlp_ratio)
+        norm_eps = checks.positive("norm_eps", norm_eps)
+        layer_scale = None if layer_scale is None else checks.positive("layer_scale", layer_scale)
+        share_jumbo_ffn = checks.flag("share_jumbo_ffn", share_jumbo_ffn)
+        attn_drop, proj_drop = checks.rate("attn_drop", attn_drop), checks.rate("proj_drop", proj_drop)
         rates = _rates_per_block(drop_path, depth)
         self.dim, self.depth, self.num_heads = dim, depth, num_heads
         self.multiplier, self.registers = multiplier, registers
         self.share_jumbo_ffn = share_jumbo_ffn
         self.num_global_tokens = multiplier or 1
         self.num_prefix_tokens = self.num_global_tokens + registers
+        self._unreachable: list[str] = []  # names of the parameters that freeze_unreachable took out of training
         # Transformers flips these two on every module that has them; timm's set_grad_checkpointing sets the first.
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
@@ -122,13 +134,35 @@ class JumboEncoder(nn.Module):
                 if name.endswith("fc2.weight"):
                     nn.init.zeros_(parameter)
 
-    def forward(self, patches: torch.Tensor, mask: torch.Tensor | None = None) -> JumboOutput:
-        """Encode patches (B, N, D); ``mask`` (B, N) bool, True = real, False = padding that nobody attends to."""
-        return self.split(self.forward_tokens(patches, mask))
+    def forward(
+        self,
+        patches: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        collect: Container[int] | None = None,
+        stop: int | None = None,
+    ) -> JumboOutput | tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Encode patches (B, N, D); ``mask`` (B, N) bool, True = real, False = padding that nobody attends to.
+
+        With ``collect``, a set of block indices, nothing is normalised or split: the return value is the tokens
+        (B, prefix + N, D) after the first ``stop`` blocks (default all) and the outputs of the blocks in ``collect``.
+        """
+        tokens, attn_mask = self.add_prefix(patches), self._attention_mask(patches, mask)
+        collected = {}
+        for i, block in enumerate(self.blocks[:stop]):
+            # Its call, not the FFN itself: offloading hooks try to move every argument that has a device.
+            ffn = self.ffn_of(i).__call__ if self.multiplier else None
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                tokens = self._gradient_checkpointing_func(block.__call__, tokens, ffn, attn_mask)
+            else:
+                tokens = block(tokens, ffn, attn_mask)
+            if collect is not None and i in collect:
+                collected[i] = tokens
+        return self.split(self.norm(tokens)) if collect is None else (tokens, collected)
 
     def forward_tokens(self, patches: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """As :meth:`forward`, but one tensor (B, prefix + N, D), normalised, prefix tokens first."""
-        tokens, _ = self.run(self.add_prefix(patches), self.attention_mask(patches, mask))
+        tokens, _ = self(patches, mask, collect=())  # called, not run: offloading hooks sit on calls
         return self.norm(tokens)
 
     def intermediates(
@@ -139,14 +173,15 @@ class JumboEncoder(nn.Module):
         *,
         norm: bool = False,
     ) -> list[JumboOutput]:
-        """Outputs of the blocks named in ``indices`` (negative counts from the end), in rising order of block.
+        """Outputs of the blocks named in ``indices`` (negative counts from the end), in the order asked for.
 
         Blocks after the last wanted one are not run. ``norm=True`` applies the final LayerNorm to each.
         """
-        wanted = {resolve_index(i, len(self.blocks)) for i in indices}
-        mask = self.attention_mask(patches, mask)
-        _, collected = self.run(self.add_prefix(patches), mask, wanted, stop=max(wanted) + 1)
-        return [self.split(self.norm(x) if norm else x) for x in collected.values()]
+        if not len(indices):
+            raise ValueError("indices must name at least one block, got none")
+        wanted = [resolve_index(i, len(self.blocks)) for i in indices]
+        _, collected = self(patches, mask, collect=wanted, stop=max(wanted) + 1)
+        return [self.split(self.norm(collected[i]) if norm else collected[i]) for i in wanted]
 
     def add_prefix(self, patches: torch.Tensor) -> torch.Tensor:
         """Put the learned prefix tokens in front: (B, N, D) -> (B, prefix + N, D)."""
@@ -175,41 +210,36 @@ class JumboEncoder(nn.Module):
             self.jumbo_mlp = self.jumbo_mlp[:count]
         self.depth = count
 
-    def freeze_unreachable(self) -> None:
-        """Take out of training what cannot reach the *patches* of the last block: its Jumbo norm and, if used nowhere
-        else, its Jumbo FFN. For heads that read patches only (feature maps): without this, distributed training
-        would wait for gradients that never come."""
-        if not self.multiplier:
-            return
-        last = self.blocks[-1]
-        unreachable = [last.norm3, last.ls3]
-        if not self.share_jumbo_ffn or len(self.blocks) == 1:
-            unreachable.append(self.ffn_of(len(self.blocks) - 1))
-        for module in unreachable:
-            module.requires_grad_(False)
+    def freeze_unreachable(self, reads: str = "patches") -> None:
+        """Take out of training what cannot reach what a head reads, and put back what an earlier call took out.
 
-    def run(
-        self,
-        tokens: torch.Tensor,
-        attn_mask: torch.Tensor | None = None,
-        collect: Container[int] = (),
-        stop: int | None = None,
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """Run the first ``stop`` blocks (default all) on tokens (B, prefix + N, D), without the final norm.
+        In the last block the Jumbo FFN changes the Jumbo token alone and the MLP every other token alone. A head that
+        reads one side only would leave the other without a gradient: weight decay would shrink it, and distributed
+        training would wait for gradients that never come.
 
-        Returns the tokens after the last of them and the outputs of the blocks in ``collect``, by index.
+        Args:
+            reads: "patches" (feature maps, patch mean), "global" (the Jumbo token alone) or "all".
         """
-        collected = {}
-        for i, block in enumerate(self.blocks[:stop]):
-            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                tokens = self._gradient_checkpointing_func(block.__call__, tokens, self.ffn_of(i), attn_mask)
-            else:
-                tokens = block(tokens, self.ffn_of(i), attn_mask)
-            if i in collect:
-                collected[i] = tokens
-        return tokens, collected
+        if reads not in ("patches", "global", "all"):
+            raise ValueError(f"reads must be 'patches', 'global' or 'all', got {reads!r}")
+        parameters = dict(self.named_parameters())
+        for name in self._unreachable:
+            if name in parameters:
+                parameters[name].requires_grad_(True)
+        last, unreachable = f"blocks.{len(self.blocks) - 1}.", ()
+        if self.multiplier and reads == "patches":
+            unreachable = (last + "norm3.", last + "ls3.")
+            if not self.share_jumbo_ffn:
+                unreachable += (f"jumbo_mlp.{len(self.blocks) - 1}.",)
+            elif len(self.blocks) == 1:
+                unreachable += ("jumbo_mlp.",)
+        elif self.multiplier and reads == "global":
+            unreachable = (last + "norm2.", last + "mlp.", last + "ls2.")
+        self._unreachable = [n for n, p in parameters.items() if n.startswith(unreachable) and p.requires_grad]
+        for name in self._unreachable:
+            parameters[name].requires_grad_(False)
 
-    def attention_mask(self, patches: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
+    def _attention_mask(self, patches: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
         """Mask of patches (B, N) -> mask of attention (B, 1, 1, prefix + N)."""
         if mask is None:
             return None
@@ -229,24 +259,8 @@ def resolve_index(index: int, depth: int) -> int:
     return index % depth
 
 
-def _check_sizes(dim: int, depth: int, num_heads: int, multiplier: int, registers: int) -> None:
-    for name, value, least in (
-        ("dim", dim, 1),
-        ("depth", depth, 1),
-        ("num_heads", num_heads, 1),
-        ("multiplier", multiplier, 0),
-        ("registers", registers, 0),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    if dim % num_heads:
-        raise ValueError(f"dim {dim} is not divisible by num_heads {num_heads}")
-
-
 def _rates_per_block(drop_path: float | Sequence[float], depth: int) -> list[float]:
-    rates = [drop_path] * depth if isinstance(drop_path, (int, float)) else list(drop_path)
+    rates = list(drop_path) if isinstance(drop_path, Sequence) else [drop_path] * depth
     if len(rates) != depth:
         raise ValueError(f"drop_path has {len(rates)} rates for {depth} blocks; give one number or one per block")
-    if any(not 0 <= rate < 1 for rate in rates):
-        raise ValueError(f"drop_path rates must lie in [0, 1), got {drop_path}")
-    return [float(rate) for rate in rates]
+    return [checks.rate("drop_path", rate) for rate in rates]

@@ -33,8 +33,8 @@ def param_groups(
         weight_decay: decay of matrices, >= 0.
         jumbo_lr_scale: factor on ``lr`` for the Jumbo FFN. Default 0.3.
         layer_decay: with decay d, block i of L trains at ``lr * d**(L - i)``, embeddings and tokens at
-            ``lr * d**(L + 1)``, final norm, head and shared FFN at ``lr``. None (default) = off. An unshared
-            FFN follows its block.
+            ``lr * d**(L + 1)``, final norm and head at ``lr``, the shared FFN at ``lr * jumbo_lr_scale``; an
+            unshared FFN follows its block, times ``jumbo_lr_scale``. None (default) = off.
 
     Returns:
         list of ``{"params", "lr", "weight_decay", "lr_scale"}``, ready for any torch optimizer; ``lr_scale`` is

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from jumbo_core import checks
 from jumbo_core.jumbo.encoder import JumboEncoder
 from jumbo_core.models.image import JumboViT
 
@@ -52,11 +53,12 @@ def multiply_adds(model: JumboViT, image_size: int | Sequence[int] | None = None
                         "encoder_multiply_adds")  # fmt: skip
     if image_size is None:
         image_size = model.patch_embed.img_size
-    elif isinstance(image_size, int):
-        image_size = (image_size, image_size)
+    else:
+        image_size = checks.pair("image_size", image_size)
     h, w = model.grid_of(image_size)
     total = h * w * model.patch_embed.proj.weight.numel()
     total += encoder_multiply_adds(model.encoder, h * w)
     if isinstance(model.head, nn.Linear):
-        total += model.head.weight.numel()
+        per_token = model.num_prefix_tokens + h * w if not model.global_pool else 1
+        total += per_token * model.head.weight.numel()
     return total

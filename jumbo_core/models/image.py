@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from timm.layers import Attention, PatchEmbed, to_2tuple, trunc_normal_
+from timm.layers import Attention, PatchEmbed, trunc_normal_
 from timm.models._features import feature_take_indices
 from timm.models._input import update_model_args, update_model_input_size
 from torch import nn
 
-from jumbo_core.jumbo.dropping import check_drop_rate, random_keep, take_patches
+from jumbo_core import checks
+from jumbo_core.jumbo.dropping import random_keep, take_patches
 from jumbo_core.jumbo.encoder import JumboEncoder
 from jumbo_core.models.positions import resample_positions
 
@@ -37,7 +38,8 @@ class JumboViT(nn.Module):
         registers: register tokens. Default 0; the paper's baseline is ``multiplier=0, registers=16``.
         global_pool: what the head reads. "jumbo" = [J slices ; mean of the patches], width (J+1)*D, the default;
             "token" = the global token alone, the default when ``multiplier=0``; "avg" = mean of the patches;
-            "" = every token.
+            "" = every token. What a head cannot reach in the last block is frozen, see
+            :meth:`JumboEncoder.freeze_unreachable`.
         mlp_ratio, jumbo_mlp_ratio, share_jumbo_ffn, layer_scale, norm_eps: see :class:`JumboEncoder`.
         drop_path_rate: one rate for every block (default 0.1, as released) or one per block.
         drop_rate, pos_drop_rate, proj_drop_rate, attn_drop_rate: dropout before the head, after the positions, after
@@ -86,15 +88,23 @@ class JumboViT(nn.Module):
         super().__init__()
         if init not in ("released", "short"):
             raise ValueError(f"init must be 'released' or 'short', got {init!r}")
-        _check_divides(to_2tuple(img_size), to_2tuple(patch_size), pad=dynamic_img_pad)
-        self.num_classes, self.in_chans = num_classes, in_chans
-        self.embed_dim = self.num_features = embed_dim
+        img_size, patch_size = checks.pair("img_size", img_size), checks.pair("patch_size", patch_size)
+        _check_divides(img_size, patch_size, pad=dynamic_img_pad)
+        self.in_chans = checks.integer("in_chans", in_chans)
+        self.embed_dim = self.num_features = embed_dim = checks.integer("embed_dim", embed_dim)
         self.init = init
-        self.dynamic_img_size, self.dynamic_img_pad = dynamic_img_size, dynamic_img_pad
-        self.patch_drop_rate = patch_drop_rate
+        self.img_size = img_size
+        self.dynamic_img_size = checks.flag("dynamic_img_size", dynamic_img_size)
+        self.dynamic_img_pad = checks.flag("dynamic_img_pad", dynamic_img_pad)
+        self.patch_drop_rate = checks.rate("patch_drop_rate", patch_drop_rate)
 
         self.patch_embed = PatchEmbed(
-            img_size, patch_size, in_chans, embed_dim, strict_img_size=False, dynamic_img_pad=dynamic_img_pad
+            _round_up(img_size, patch_size),
+            patch_size,
+            self.in_chans,
+            embed_dim,
+            strict_img_size=False,
+            dynamic_img_pad=dynamic_img_pad,
         )
         self.pos_embed = nn.Parameter(torch.zeros(1, self.patch_embed.num_patches, embed_dim))
         self.pos_drop = nn.Dropout(pos_drop_rate)
@@ -114,11 +124,7 @@ class JumboViT(nn.Module):
             norm_eps=norm_eps,
             attn_layer=attn_layer,
         )
-        reduction = self.patch_embed.feat_ratio(as_scalar=False)
-        reduction = reduction[0] if reduction[0] == reduction[1] else reduction
-        self.feature_info = [
-            dict(module=f"encoder.blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)
-        ]
+        self._describe_features()
         self.head_drop = nn.Dropout(drop_rate)
         trunc_normal_(self.pos_embed, std=0.02)
         if init == "short":
@@ -165,19 +171,24 @@ class JumboViT(nn.Module):
         x = self.head_drop(self.pool(x, mask))
         return x if pre_logits else self.head(x)
 
-    def pool(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Pooled vector of the tokens; the mean is over (real) patches only, never over prefix tokens."""
-        if not self.global_pool:
+    def pool(self, x: torch.Tensor, mask: torch.Tensor | None = None, pool_type: str | None = None) -> torch.Tensor:
+        """Pooled vector of the tokens; the mean is over (real) patches only, never over prefix tokens.
+
+        ``pool_type`` is one of the values of ``global_pool``, which is the default.
+        """
+        pool_type = self.global_pool if pool_type is None else pool_type
+        self._check_pool(pool_type)
+        if not pool_type:
             return x
         jumbo, patches = self.encoder.split(x)
-        if self.global_pool == "token":
+        if pool_type == "token":
             return jumbo.flatten(1)
         if mask is None:
             mean = patches.mean(dim=1)
         else:
             real = mask.unsqueeze(-1).to(patches.dtype)
             mean = (patches * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
-        return mean if self.global_pool == "avg" else torch.cat([jumbo.flatten(1), mean], dim=1)
+        return mean if pool_type == "avg" else torch.cat([jumbo.flatten(1), mean], dim=1)
 
     def forward_intermediates(
         self,
@@ -207,19 +218,17 @@ class JumboViT(nn.Module):
             raise ValueError(
                 f"maps have holes while patch_drop_rate is {self.patch_drop_rate}: set it to 0 or use output_fmt='NLC'"
             )
-        take, last = feature_take_indices(len(self.blocks), indices)
+        take, last = _take_indices(len(self.blocks), indices)
         grid = self.grid_of(x.shape[-2:])
         patches, mask = self._embed(x, mask)
         stop = last + 1 if stop_early or intermediates_only else None
-        tokens, collected = self.encoder.run(
-            self.encoder.add_prefix(patches), self.encoder.attention_mask(patches, mask), take, stop
-        )
+        tokens, collected = self.encoder(patches, mask, collect=take, stop=stop)
         maps = []
         for y in collected.values():
             y = self.norm(y) if norm else y
             prefix, patches = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]
             if output_fmt == "NCHW":
-                patches = patches.reshape(len(y), *grid, -1).permute(0, 3, 1, 2).contiguous()
+                patches = patches.transpose(1, 2).unflatten(2, grid).contiguous()
             maps.append((patches, prefix) if return_prefix_tokens else patches)
         return maps if intermediates_only else (self.norm(tokens), maps)
 
@@ -231,10 +240,10 @@ class JumboViT(nn.Module):
                 ``img_size`` while ``dynamic_img_size`` is off.
         """
         size, patch = tuple(image_size), self.patch_embed.patch_size
-        if not self.dynamic_img_size and size != self.patch_embed.img_size:
+        if not self.dynamic_img_size and size != self.img_size:
             raise ValueError(
-                f"image is {size[0]}x{size[1]}, the model is for {self.patch_embed.img_size[0]}x"
-                f"{self.patch_embed.img_size[1]}; use dynamic_img_size=True or set_input_size"
+                f"image is {size[0]}x{size[1]}, the model is for {self.img_size[0]}x{self.img_size[1]}; "
+                f"use dynamic_img_size=True or set_input_size"
             )
         _check_divides(size, patch, pad=self.dynamic_img_pad)
         return self.patch_embed.dynamic_feat_size(size)
@@ -247,9 +256,11 @@ class JumboViT(nn.Module):
         grid = self.grid_of(x.shape[-2:])
         patches = self.patch_embed(x)  # (B, C, H, W) -> (B, N, D)
         patches = self.pos_drop(patches + resample_positions(self.pos_embed, self.patch_embed.grid_size, grid))
-        check_drop_rate(self.patch_drop_rate)
-        if keep is None and self.training and self.patch_drop_rate:
-            keep = random_keep(*patches.shape[:2], self.patch_drop_rate, device=patches.device)
+        if mask is not None and mask.shape != patches.shape[:2]:
+            raise ValueError(f"mask must be (B, N) = {tuple(patches.shape[:2])}, got {tuple(mask.shape)}")
+        rate = checks.rate("patch_drop_rate", self.patch_drop_rate)
+        if keep is None and self.training and rate:
+            keep = random_keep(*patches.shape[:2], rate, mask=mask, device=patches.device)
         if keep is not None:
             patches = take_patches(patches, keep)
             mask = None if mask is None else take_patches(mask, keep)
@@ -266,7 +277,11 @@ class JumboViT(nn.Module):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         return dict(
             stem=r"^(?:pos_embed|patch_embed|encoder\.(?:jumbo|cls|reg)_token)",
-            blocks=[(r"^encoder\.blocks\.(\d+)", None), (r"^encoder\.(?:norm|jumbo_mlp)", (99999,))],
+            # An unshared Jumbo FFN belongs to its block, the shared one to none: it counts as the last layer.
+            blocks=[
+                (r"^encoder\.(?:blocks|jumbo_mlp)\.(\d+)", None),
+                (r"^encoder\.(?:norm|jumbo_mlp)", (99999,)),
+            ],
         )
 
     @torch.jit.ignore
@@ -280,14 +295,10 @@ class JumboViT(nn.Module):
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """New head for ``num_classes`` (0 = none), initialised as the model was."""
         if global_pool is not None:
-            if global_pool not in POOLS or (global_pool == "jumbo" and not self.encoder.multiplier):
-                raise ValueError(
-                    f"global_pool must be one of {POOLS} ('jumbo' needs multiplier > 0), got {global_pool!r}"
-                )
+            self._check_pool(global_pool)
             self.global_pool = global_pool
             update_model_args(self, global_pool=global_pool)
-        if num_classes < 0:
-            raise ValueError(f"num_classes must be at least 0, got {num_classes}")
+        num_classes = checks.integer("num_classes", num_classes, 0)
         tokens = {"jumbo": self.encoder.multiplier + 1, "token": self.encoder.num_global_tokens}
         self.num_classes = num_classes
         self.head_hidden_size = self.embed_dim * tokens.get(self.global_pool, 1)
@@ -297,34 +308,48 @@ class JumboViT(nn.Module):
             self.head = nn.Linear(self.head_hidden_size, num_classes, device=like.device, dtype=like.dtype)
             init_head(self.head, self.init)
         self.head.train(self.training)
-        if self.global_pool == "avg":
-            self.encoder.freeze_unreachable()
+        self.encoder.freeze_unreachable({"avg": "patches", "token": "global"}.get(self.global_pool, "all"))
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
     ) -> None:
         """Change the size the position table (and, if asked, the patch projection) is made for, by resampling."""
-        img_size = to_2tuple(img_size) if img_size is not None else self.patch_embed.img_size
-        patch_size = to_2tuple(patch_size) if patch_size is not None else self.patch_embed.patch_size
+        img_size = checks.pair("img_size", img_size) if img_size is not None else self.img_size
+        patch_size = checks.pair("patch_size", patch_size) if patch_size is not None else self.patch_embed.patch_size
         _check_divides(img_size, patch_size, pad=self.dynamic_img_pad)
         old_grid = self.patch_embed.grid_size
-        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
+        self.img_size = img_size
+        self.patch_embed.set_input_size(img_size=_round_up(img_size, patch_size), patch_size=patch_size)
+        self._describe_features()
         table = resample_positions(self.pos_embed.data, old_grid, self.patch_embed.grid_size)
         self.pos_embed = nn.Parameter(table, requires_grad=self.pos_embed.requires_grad)
-        update_model_input_size(self, self.patch_embed.img_size, patch_size=self.patch_embed.patch_size)
+        update_model_input_size(self, img_size, patch_size=self.patch_embed.patch_size)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Cut off the blocks after the last wanted one; the remaining Jumbo parts that maps cannot see are frozen."""
-        take, last = feature_take_indices(len(self.blocks), indices)
+        take, last = _take_indices(len(self.blocks), indices)
         self.encoder.keep_blocks(last + 1)
         if prune_norm:
             self.encoder.norm = nn.Identity()
         if prune_head:
             self.reset_classifier(0, "")
-            self.encoder.freeze_unreachable()
+            self.encoder.freeze_unreachable("patches")
         return take
+
+    def _check_pool(self, pool: str) -> None:
+        if pool not in POOLS or (pool == "jumbo" and not self.encoder.multiplier):
+            raise ValueError(f"global_pool must be one of {POOLS} ('jumbo' needs multiplier > 0), got {pool!r}")
+
+    def _describe_features(self) -> None:
+        """timm's description of the maps: width and stride of every block."""
+        step = self.patch_embed.patch_size
+        reduction = step[0] if step[0] == step[1] else step
+        self.feature_info = [
+            dict(module=f"encoder.blocks.{i}", num_chs=self.embed_dim, reduction=reduction)
+            for i in range(len(self.blocks))
+        ]
 
 
 def init_head(head: nn.Linear, init: str) -> None:
@@ -335,6 +360,17 @@ def init_head(head: nn.Linear, init: str) -> None:
     else:
         trunc_normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
+
+
+def _take_indices(depth: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
+    if isinstance(indices, Sequence) and not indices:
+        raise ValueError("indices must name at least one block, got none")
+    return feature_take_indices(depth, indices)
+
+
+def _round_up(size: tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
+    """The size after padding: the grid of the position table is the one the padded image has."""
+    return tuple(math.ceil(length / step) * step for length, step in zip(size, patch, strict=True))
 
 
 def _check_divides(size: tuple[int, int], patch: tuple[int, int], *, pad: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from timm.layers import resample_abs_pos_embed
+from torch.nn import functional as F
 
 
 def resample_positions(table: torch.Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> torch.Tensor:
@@ -20,7 +20,30 @@ def resample_positions(table: torch.Tensor, old_grid: tuple[int, int], new_grid:
                          f"got {tuple(table.shape)}")  # fmt: skip
     if old_grid == new_grid:
         return table
-    return resample_abs_pos_embed(table, new_size=list(new_grid), old_size=list(old_grid), num_prefix_tokens=0)
+    image = table.reshape(1, *old_grid, -1).permute(0, 3, 1, 2)  # (1, h*w, D) -> (1, D, h, w)
+    image = image if image.dtype == torch.float64 else image.float()  # half precision has no bicubic on every device
+    image = F.interpolate(image, size=new_grid, mode="bicubic", antialias=True)
+    return image.flatten(2).transpose(1, 2).to(table.dtype)
+
+
+def grid_of_table(
+    count: int, model_grid: tuple[int, int], *, same_layout: bool, given: tuple[int, int] | None = None
+) -> tuple[int, int] | None:
+    """Patch grid (h, w) that a position table of ``count`` entries in a file was learned on, or None if unknowable.
+
+    Args:
+        count: entries of the table.
+        model_grid: grid of the model that reads it.
+        same_layout: the file was written by this library from a model of the reader's kind, so that equal counts mean
+            equal grids. Published files are square: 196 entries are 14x14, also for a model of 7x28.
+        given: the grid if the caller knows it.
+    """
+    if given is not None:
+        return tuple(given)
+    fits = count == model_grid[0] * model_grid[1]
+    if fits and same_layout:
+        return tuple(model_grid)
+    return square_grid(count) or (tuple(model_grid) if fits else None)
 
 
 def square_grid(num_patches: int) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from jumbo_core.models.released import to_current_names
 
 
 def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: JumboViT) -> dict[str, torch.Tensor]:
-    """timm's hook: published names to ours, positions resampled to the model's grid (square tables only)."""
+    """timm's hook: published names to ours, positions resampled to the model's grid (published tables are square)."""
     return to_current_names(state_dict, model, resample=True).weights
 
 
@@ -74,14 +74,14 @@ def jumbo_nano_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
 
 @register_model
 def jumbo_tiny_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
-    """D=192, 12 blocks, J=6, 17.521 M parameters; released weights 78.366 % top-1 on ImageNet-1k."""
+    """D=192, 12 blocks, J=6, 17.520 M parameters; released weights 78.366 % top-1 on ImageNet-1k."""
     args = dict(embed_dim=192, depth=12, num_heads=3, multiplier=6)
     return _create("jumbo_tiny_patch16_224", pretrained, **{**args, **kwargs})
 
 
 @register_model
 def jumbo_small_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
-    """D=384, 12 blocks, J=6, 66.891 M parameters; released weights 82.558 % top-1 on ImageNet-1k."""
+    """D=384, 12 blocks, J=6, 66.890 M parameters; released weights 82.558 % top-1 on ImageNet-1k."""
     args = dict(embed_dim=384, depth=12, num_heads=6, multiplier=6)
     return _create("jumbo_small_patch16_224", pretrained, **{**args, **kwargs})
 
@@ -95,7 +95,7 @@ def jumbo_base_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
 
 @register_model
 def jumbo_large_patch16_224(pretrained: bool = False, **kwargs) -> JumboViT:
-    """D=1024, 24 blocks, J=3, 383.1 M parameters. Not a released size: the paper's authors published no weights or
+    """D=1024, 24 blocks, J=3, 383.060 M parameters. Not a released size: the paper's authors published no weights or
     configuration for it, these numbers are ours."""
     args = dict(embed_dim=1024, depth=24, num_heads=16, multiplier=3)
     return _create("jumbo_large_patch16_224", pretrained, **{**args, **kwargs})

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from jumbo_core.models.positions import resample_positions, square_grid
+from jumbo_core.models.positions import grid_of_table, resample_positions
 
 logger = logging.getLogger(__name__)
 
 # Names at the top level of a published Jumbo file that live inside our encoder.
 _ENCODER = ("jumbo_token", "blocks", "jumbo_mlp", "norm")
-_WRAPPERS = ("model", "state_dict", "model_state_dict", "module")
+# Where training scripts put it; averaged weights come first, as in timm.
+_WRAPPERS = ("state_dict_ema", "model_ema", "model", "state_dict", "model_state_dict", "module")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,11 @@ class Renamed:
 
 
 def load_released(
-    model: nn.Module, source: str | Path | Mapping[str, torch.Tensor], *, resample: bool = False
+    model: nn.Module,
+    source: str | Path | Mapping[str, torch.Tensor],
+    *,
+    resample: bool = False,
+    grid: tuple[int, int] | None = None,
 ) -> LoadReport:
     """Load a published Jumbo file into a :class:`JumboViT` of the same shape.
 
@@ -52,6 +59,7 @@ def load_released(
             state dict. ``{"model": …}`` style wrappers and ``module.`` prefixes are taken off; so is the ``weight.``
             prefix of the golden files.
         resample: bicubically resample the position table when the model has another grid. Default False: an error.
+        grid: patch grid (h, w) of the file's positions. Default None: found out, see :func:`grid_of_table`.
 
     Returns:
         LoadReport; missing and unexpected keys are also logged as a warning.
@@ -61,7 +69,7 @@ def load_released(
         ValueError: a tensor of another shape (both shapes are named), a tensor with NaN or infinity, or a file in
             which nothing fits the model.
     """
-    renamed = to_current_names(read_state_dict(source), model, resample=resample)
+    renamed = to_current_names(read_state_dict(source), model, resample=resample, grid=grid)
     own = model.state_dict()
     clashes = [
         f"{key}: file {tuple(value.shape)}, model {tuple(own[key].shape)}"
@@ -99,16 +107,14 @@ def read_state_dict(source: str | Path | Mapping[str, torch.Tensor]) -> dict[str
         path = Path(source)
         if not path.is_file():
             raise FileNotFoundError(f"no weight file at {path}")
-        if path.suffix == ".safetensors":
-            state = load_file(path)
-        else:
-            state = torch.load(path, map_location="cpu", weights_only=True)
-    for wrapper in _WRAPPERS:
-        if isinstance(state, Mapping) and isinstance(state.get(wrapper), Mapping):
-            state = state[wrapper]
+        state = _read_file(path)
+    while isinstance(state, Mapping) and (
+        inner := [state[name] for name in _WRAPPERS if isinstance(state.get(name), Mapping)]
+    ):
+        state = inner[0]
     if not isinstance(state, Mapping) or not state:
-        raise ValueError(f"expected a state dict of named tensors, got {type(state).__name__}")
-    strangers = [k for k, v in state.items() if not isinstance(v, torch.Tensor)]
+        raise ValueError(f"expected a state dict of named tensors, got {type(state).__name__} without any")
+    strangers = [k for k, v in state.items() if not isinstance(v, torch.Tensor) or not isinstance(k, str)]
     if strangers:
         raise ValueError(f"expected a state dict of named tensors, these are none: {strangers[:5]}")
     while all(key.startswith("module.") for key in state):
@@ -118,8 +124,30 @@ def read_state_dict(source: str | Path | Mapping[str, torch.Tensor]) -> dict[str
     return dict(state)
 
 
-def to_current_names(state: Mapping[str, torch.Tensor], model: nn.Module, *, resample: bool) -> Renamed:
-    """Published names -> names of this library; keys that are current already pass through."""
+def _read_file(path: Path) -> object:
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, SafetensorError, RuntimeError, EOFError, KeyError) as error:
+        # torch's own text advises to switch the protection off; nothing here ever does.
+        raise ValueError(
+            f"{path} cannot be read as weights alone: it is damaged, no checkpoint, or holds other objects than "
+            f"tensors, which are never executed. Save its state dict as a .safetensors file ({type(error).__name__})"
+        ) from None
+
+
+def to_current_names(
+    state: Mapping[str, torch.Tensor],
+    model: nn.Module,
+    *,
+    resample: bool,
+    grid: tuple[int, int] | None = None,
+) -> Renamed:
+    """Published names -> names of this library; keys that are current already pass through.
+
+    ``resample`` and ``grid``: see :func:`load_released`.
+    """
     state = read_state_dict(state)
     own = model.state_dict()
     out = Renamed({})
@@ -132,13 +160,23 @@ def to_current_names(state: Mapping[str, torch.Tensor], model: nn.Module, *, res
             out.ignored.append(key)
             continue
         out.weights[name] = value
-    if resample and "pos_embed" in out.weights:
-        table, target = out.weights["pos_embed"], model.patch_embed.grid_size
-        grid = target if table.shape[1] == target[0] * target[1] else square_grid(table.shape[1])
-        if grid is None:
+    table = out.weights.get("pos_embed")
+    if table is not None and table.ndim == 3 and "pos_embed" in own:
+        target = tuple(model.patch_embed.grid_size)
+        ours = any(key.startswith("encoder.") for key in state)
+        file_grid = grid_of_table(table.shape[1], target, same_layout=ours, given=grid)
+        if file_grid == target:
+            return out
+        if not resample and table.shape[1] == target[0] * target[1]:
             raise ValueError(
-                f"cannot resample a position table of {table.shape[1]} entries: its grid is not square, so it is "
-                f"unknown; build the model with the file's img_size, load, then call set_input_size"
+                f"the file's {table.shape[1]} positions are a {file_grid[0]}x{file_grid[1]} grid, the model's are "
+                f"{target[0]}x{target[1]}; resample=True resizes them, grid=(h, w) tells the file's grid"
             )
-        out.weights["pos_embed"] = resample_positions(table, grid, target)
+        if resample:
+            if file_grid is None:
+                raise ValueError(
+                    f"cannot resample a position table of {table.shape[1]} entries: its grid is not square, so it is "
+                    f"unknown; give grid=(h, w)"
+                )
+            out.weights["pos_embed"] = resample_positions(table, file_grid, target)
     return out

@@ -1,7 +1,8 @@
-"""JumboSeries: patches of a univariate series in front of the Jumbo encoder, on torch alone."""
+"""JumboSeries: patches of a univariate series in front of the Jumbo encoder, on torch and timm."""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -12,6 +13,21 @@ from jumbo_core.jumbo.dropping import take_patches
 from jumbo_core.jumbo.encoder import JumboEncoder, JumboOutput
 
 
+def as_size(name: str, value: Any, least: int = 1) -> int:
+    """``value`` as a Python int; whatever counts as an integer is accepted (``np.int64`` too), a bool is not.
+
+    Raises:
+        ValueError: no integer, or one below ``least``.
+    """
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = None
+    if size is None or isinstance(value, bool) or size < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return size
+
+
 def num_patches(seq_len: int, patch_len: int, stride: int) -> int:
     """Patches of a series: ``(L - P) // S + 2``. L=100, P=16, S=8 gives 12.
 
@@ -19,11 +35,14 @@ def num_patches(seq_len: int, patch_len: int, stride: int) -> int:
     arXiv 2211.14730, section 3.1).
 
     Raises:
-        ValueError: a length below 1, a series shorter than one patch.
+        ValueError: a length below 1, a series shorter than one patch, a stride that skips steps.
     """
-    for name, value in (("seq_len", seq_len), ("patch_len", patch_len), ("stride", stride)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    seq_len, patch_len, stride = as_size("seq_len", seq_len), as_size("patch_len", patch_len), as_size("stride", stride)
+    if stride > patch_len:
+        raise ValueError(
+            f"stride {stride} is longer than patch_len {patch_len}, so that {stride - patch_len} of every {stride} "
+            f"steps would never be read: use a stride of at most {patch_len}"
+        )
     if seq_len < patch_len:
         raise ValueError(
             f"a window of {seq_len} steps is shorter than one patch of {patch_len}: "
@@ -55,7 +74,7 @@ class JumboSeries(nn.Module):
         depth: blocks. Default 3.
         num_heads: attention heads, must divide ``dim``. Default 16.
         patch_len: P, steps of a patch. Default 16.
-        stride: S, steps between the starts of two patches. Default 8.
+        stride: S, steps between the starts of two patches, at most P. Default 8.
         drop: dropout after embedding and positions. Default 0.
         init: "short" (Jumbo FFN output starts at zero, default: training runs on series are short) or "released"
             (trunc-normal there too).
@@ -63,7 +82,7 @@ class JumboSeries(nn.Module):
             the encoder's, but ``drop_path`` is 0.
 
     Raises:
-        ValueError: a size out of range, a window shorter than a patch.
+        ValueError: a size out of range, a window shorter than a patch, a stride longer than a patch.
     """
 
     def __init__(
@@ -82,9 +101,10 @@ class JumboSeries(nn.Module):
         super().__init__()
         if init not in ("released", "short"):
             raise ValueError(f"init must be 'released' or 'short', got {init!r}")
-        self.seq_len, self.patch_len, self.stride = seq_len, patch_len, stride
         self.num_patches = num_patches(seq_len, patch_len, stride)
-        self.patch_embed = nn.Linear(patch_len, dim)
+        self.seq_len, self.patch_len, self.stride = map(operator.index, (seq_len, patch_len, stride))
+        dim, depth, num_heads = as_size("dim", dim), as_size("depth", depth), as_size("num_heads", num_heads)
+        self.patch_embed = nn.Linear(self.patch_len, dim)
         self.pos_embed = nn.Parameter(torch.zeros(1, self.num_patches, dim))
         self.pos_drop = nn.Dropout(drop)
         self.encoder = JumboEncoder(dim, depth, num_heads, **{"drop_path": 0.0, **encoder})

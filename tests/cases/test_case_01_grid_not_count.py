@@ -36,3 +36,8 @@ def test_model_sees_the_grid_at_run_time_and_in_set_input_size():
     model.set_input_size((64, 64))
     assert max_error(model.pos_embed.data, expected) < 1e-5
     assert max_error(model(square), at_run_time) < 1e-5
+
+
+def test_double_precision_stays_double():
+    table = torch.randn(1, 16, 8, dtype=torch.double)
+    assert max_error(resample_positions(table, (2, 8), (4, 4)), bicubic(table, (2, 8), (4, 4))) < 1e-10

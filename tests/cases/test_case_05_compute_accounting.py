@@ -23,9 +23,17 @@ def counted(model: JumboViT, size: tuple[int, int]) -> int:
     return flops // 2
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"share_jumbo_ffn": False}, {"multiplier": 0, "registers": 16}, {"registers": 3}]
-)
+OPTIONS = [
+    {},
+    {"share_jumbo_ffn": False},
+    {"multiplier": 0, "registers": 16},
+    {"registers": 3},
+    {"global_pool": ""},
+    {"global_pool": "avg"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("size", [(32, 32), (16, 40)])
 def test_closed_form_equals_counter(options, size):
     model = build(2, **options)

@@ -7,6 +7,7 @@ import torch
 HEADS = {
     "jumbo": {},
     "token": {"global_pool": "token"},
+    "unshared token": {"share_jumbo_ffn": False, "layer_scale": 1e-4, "global_pool": "token"},
     "avg": {"global_pool": "avg"},
     "all tokens": {"global_pool": "", "num_classes": 0},
     "registers baseline": {"multiplier": 0, "registers": 16},
@@ -17,13 +18,20 @@ HEADS = {
 }
 
 
+def randomised(model: torch.nn.Module) -> torch.nn.Module:
+    """No weight at zero, so that a gradient of exactly zero means that a parameter cannot matter."""
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
 def without_gradient(model: torch.nn.Module) -> list[str]:
-    return [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    return [n for n, p in model.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
 
 
 @pytest.mark.parametrize("head", HEADS)
 def test_classifier(head):
-    model = timm.create_model("test_jumbo", **{"num_classes": 5, **HEADS[head]})
+    model = randomised(timm.create_model("test_jumbo", **{"num_classes": 5, "drop_path_rate": 0.0, **HEADS[head]}))
     model(torch.randn(2, 3, 32, 32)).square().sum().backward()
     assert without_gradient(model) == []
 
@@ -31,7 +39,8 @@ def test_classifier(head):
 @pytest.mark.parametrize("out_indices", [[0], [-1], [0, 1, 2]])
 @pytest.mark.parametrize("options", [{}, {"share_jumbo_ffn": False}, {"multiplier": 0, "registers": 4}])
 def test_feature_maps(out_indices, options):
-    net = timm.create_model("test_jumbo", features_only=True, out_indices=out_indices, depth=3, **options)
+    options = dict(features_only=True, out_indices=out_indices, depth=3, drop_path_rate=0.0, **options)
+    net = randomised(timm.create_model("test_jumbo", **options))
     sum(feature.square().sum() for feature in net(torch.randn(2, 3, 32, 32))).backward()
     assert without_gradient(net) == []
 
@@ -41,6 +50,14 @@ def test_feature_maps(out_indices, options):
 )
 def test_every_registered_model_at_tiny_size(name):
     small = dict(img_size=32, patch_size=16, num_classes=5, embed_dim=24, num_heads=2, depth=2)
-    model = timm.create_model(name, **small)
+    model = randomised(timm.create_model(name, drop_path_rate=0.0, **small))
     model(torch.randn(2, 3, 32, 32)).square().sum().backward()
     assert without_gradient(model) == []
+
+
+def test_the_check_sees_a_dead_parameter(monkeypatch):
+    monkeypatch.setattr("jumbo_core.jumbo.JumboEncoder.freeze_unreachable", lambda self, reads="patches": None)
+    for pool in ("avg", "token"):
+        model = randomised(timm.create_model("test_jumbo", num_classes=5, global_pool=pool, drop_path_rate=0.0))
+        model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+        assert without_gradient(model)

@@ -39,7 +39,8 @@ def test_every_block(model, golden, grad_mode):
 
 def test_through_timm_features_only(golden, tmp_path):
     """create_model builds the same shape from keywords, loads the file by timm's own loader, and gives the last map."""
-    arguments = {**golden.arguments, "pretrained_cfg_overlay": dict(file=golden_as_pth(golden, tmp_path), num_classes=golden.arguments["num_classes"])}  # fmt: skip
+    overlay = dict(file=golden_as_pth(golden, tmp_path), num_classes=golden.arguments["num_classes"])
+    arguments = {**golden.arguments, "pretrained_cfg_overlay": overlay}
     net = timm.create_model("test_jumbo", pretrained=True, features_only=True, out_indices=[-1], **arguments).eval()
     (feature_map,) = net(golden["input"])
     j = golden.arguments["multiplier"]

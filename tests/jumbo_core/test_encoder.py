@@ -1,5 +1,6 @@
 """JumboEncoder: shapes, masks, options, the in-place path, errors."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -92,12 +93,14 @@ def test_token_dropping_is_indexing_patches():
 def test_intermediates():
     model = encoder().eval()
     patches = torch.randn(2, 5, 16)
-    first, last = model.intermediates(patches, [-1, 0], norm=True)
+    last, first = model.intermediates(patches, [-1, 0], norm=True)
     final = model(patches)
     assert torch.equal(last.patches, final.patches) and torch.equal(last.jumbo, final.jumbo)
     assert max_error(first.patches, final.patches) > 1e-3
     with pytest.raises(IndexError, match=r"block index 3 is outside of a model with 3 blocks"):
         model.intermediates(patches, [3])
+    with pytest.raises(ValueError, match="indices must name at least one block"):
+        model.intermediates(patches, [])
 
 
 def test_shared_ffn_is_one_module_with_one_name():
@@ -140,8 +143,15 @@ def test_split_and_join():
         ((16, 3, 2), {"multiplier": -1}, "multiplier must be an integer of at least 0, got -1"),
         ((16, 3, 2), {"multiplier": 1.5}, "multiplier must be an integer of at least 0, got 1.5"),
         ((16, 3, 2), {"drop_path": [0.1]}, "drop_path has 1 rates for 3 blocks"),
-        ((16, 3, 2), {"drop_path": 1.0}, r"drop_path rates must lie in \[0, 1\), got 1.0"),
-        ((16, 3, 2), {"drop_path": float("nan")}, r"drop_path rates must lie in \[0, 1\), got nan"),
+        ((16, 3, 2), {"drop_path": 1.0}, r"drop_path must lie in \[0, 1\), got 1.0"),
+        ((16, 3, 2), {"layer_scale": float("nan")}, "layer_scale must be a finite number above 0, got nan"),
+        ((16, 3, 2), {"norm_eps": -1}, "norm_eps must be a finite number above 0, got -1"),
+        ((16, 3, 2), {"mlp_ratio": 0}, "mlp_ratio must be a finite number above 0, got 0"),
+        ((16, 3, 2), {"jumbo_mlp_ratio": 0}, "jumbo_mlp_ratio must be a finite number above 0, got 0"),
+        ((16, 3, 2), {"share_jumbo_ffn": "no"}, "share_jumbo_ffn must be True or False, got 'no'"),
+        ((16, 3, 2), {"attn_drop": 1.5}, r"attn_drop must lie in \[0, 1\), got 1.5"),
+        ((True, 3, 2), {}, "dim must be an integer of at least 1, got True"),
+        ((16, 3, 2), {"drop_path": float("nan")}, r"drop_path must lie in \[0, 1\), got nan"),
     ],
 )
 def test_bad_options(arguments, options, message):
@@ -175,3 +185,31 @@ def test_gradcheck():
     model = JumboEncoder(4, 2, 1, multiplier=2, drop_path=0.0).double()
     patches = torch.randn(1, 3, 4, dtype=torch.double, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: tuple(model(x)), patches)
+
+
+def test_numpy_numbers_are_numbers():
+    model = JumboEncoder(np.int64(16), np.int32(3), np.int64(2), multiplier=np.int64(2), drop_path=np.float32(0.1))
+    assert model(torch.randn(1, 4, 16)).jumbo.shape == (1, 2, 16)
+
+
+def test_freezing_what_a_head_cannot_reach_is_undone():
+    for options in ({}, {"share_jumbo_ffn": False, "layer_scale": 0.1}):
+        model = encoder(**options)
+        model.blocks[0].norm1.weight.requires_grad_(False)  # the user's own choice
+        before = {name: p.requires_grad for name, p in model.named_parameters()}
+        for reads in ("patches", "global"):
+            model.freeze_unreachable(reads)
+            assert {name: p.requires_grad for name, p in model.named_parameters()} != before
+        model.freeze_unreachable("all")
+        assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    with pytest.raises(ValueError, match="reads must be"):
+        encoder().freeze_unreachable("slices")
+
+
+def test_collect_gives_raw_block_outputs():
+    model = encoder(registers=1).eval()
+    patches = torch.randn(2, 5, 16)
+    tokens, collected = model(patches, collect={1}, stop=2)
+    assert list(collected) == [1] and torch.equal(tokens, collected[1])
+    embedded, none = model(patches, collect=(), stop=0)
+    assert none == {} and torch.equal(embedded, model.add_prefix(patches))

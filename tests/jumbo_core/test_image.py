@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -113,7 +114,7 @@ def test_reset_classifier():
     assert model(image).shape == (1, 3)
     with pytest.raises(ValueError, match=r"global_pool must be one of .*got 'map'"):
         model.reset_classifier(3, "map")
-    with pytest.raises(ValueError, match="num_classes must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="num_classes must be an integer of at least 0, got -1"):
         model.reset_classifier(-1)
     with pytest.raises(ValueError, match="'jumbo' needs multiplier > 0"):
         tiny(multiplier=0, global_pool="jumbo")
@@ -154,6 +155,7 @@ def test_set_input_size():
     assert model.patch_embed.grid_size == (8, 4) and model.pos_embed.shape == (1, 32, 16)
     model.set_input_size(patch_size=16)
     assert model.patch_embed.grid_size == (4, 2)
+    assert model.feature_info[0]["reduction"] == 16
     assert model(torch.randn(1, 3, 64, 32)).shape == (1, 5)
 
 
@@ -228,7 +230,7 @@ def test_patch_drop_in_training_only():
     with pytest.raises(ValueError, match=r"maps have holes while patch_drop_rate is 0\.5"):
         model.forward_intermediates(image)
     model.patch_drop_rate = 1.0
-    with pytest.raises(ValueError, match=r"patch drop rate must lie in \[0, 1\), got 1.0"):
+    with pytest.raises(ValueError, match=r"patch_drop_rate must lie in \[0, 1\), got 1.0"):
         model(image)
 
 
@@ -247,6 +249,75 @@ def test_initialisations():
 def test_unknown_option_is_refused():
     with pytest.raises(TypeError, match="multiplyer"):
         timm.create_model("test_jumbo", multiplyer=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(patch_drop_rate=1.5), r"patch_drop_rate must lie in \[0, 1\), got 1\.5"),
+        (dict(patch_size=0), "patch_size must be an integer of at least 1, got 0"),
+        (dict(img_size="32"), "img_size must be an integer of at least 1, got '32'"),
+        (dict(img_size=(32, 32, 3)), r"img_size must be an integer or \(height, width\), got \(32, 32, 3\)"),
+        (dict(num_classes=2.5), r"num_classes must be an integer of at least 0, got 2\.5"),
+        (dict(dynamic_img_size=1), "dynamic_img_size must be True or False, got 1"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        tiny(**options)
+
+
+def test_numpy_numbers_are_numbers():
+    model = JumboViT(
+        np.int64(32), np.int32(8), np.int64(3), np.int64(5), np.int64(16), np.int64(2), np.int64(2), np.int64(2),
+        drop_path_rate=np.float32(0.1),
+    )  # fmt: skip
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+
+
+def test_heads_give_back_what_they_froze():
+    everything = sum(p.requires_grad for p in tiny().parameters())
+    for options in (dict(global_pool="avg"), dict(global_pool="token"), dict(depth=1, global_pool="avg")):
+        model = tiny(**options)
+        frozen = [p for p in model.parameters() if not p.requires_grad]
+        assert frozen
+        model.reset_classifier(5, "jumbo")
+        assert all(p.requires_grad for p in model.parameters())
+    pruned = tiny(depth=3)
+    pruned.prune_intermediate_layers([1])
+    assert not all(p.requires_grad for p in pruned.parameters())
+    pruned.reset_classifier(5, "jumbo")
+    assert sum(p.requires_grad for p in pruned.parameters()) == everything
+
+
+def test_padding_model_has_the_grid_of_the_padded_image():
+    model = tiny(img_size=30, dynamic_img_pad=True)
+    assert model.patch_embed.grid_size == model.grid_of((30, 30)) == (4, 4)
+    model.set_input_size((33, 20))
+    assert model.pos_embed.shape[1] == 5 * 3
+    fixed = tiny(img_size=30, dynamic_img_pad=True, dynamic_img_size=False)
+    assert fixed(torch.randn(1, 3, 30, 30)).shape == (1, 5)
+
+
+def test_empty_batch():
+    model, image = tiny(), torch.randn(0, 3, 32, 32)
+    assert model(image).shape == (0, 5)
+    assert model.forward_intermediates(image, indices=1, intermediates_only=True)[0].shape == (0, 16, 4, 4)
+
+
+def test_mask_of_another_length_is_refused():
+    image, keep = torch.randn(2, 3, 32, 32), torch.arange(4).repeat(2, 1)
+    with pytest.raises(ValueError, match=r"mask must be \(B, N\) = \(2, 16\), got \(2, 9\)"):
+        tiny()(image, mask=torch.ones(2, 9, dtype=torch.bool), keep=keep)
+
+
+def test_offloaded_model_gives_the_same_answer():
+    """Hooks that bring weights in sit on module calls; no parameter may be used behind their back."""
+    accelerate = pytest.importorskip("accelerate", reason="needs the extra hf")
+    model, image = tiny(registers=1), torch.randn(2, 3, 32, 32)
+    expected = model(image)
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert torch.equal(model(image), expected)
 
 
 def test_unusual_channels():

@@ -30,6 +30,8 @@ WRAPS = {
     "raw": lambda s: s,
     "model": lambda s: {"model": s, "epoch": 3},
     "state_dict": lambda s: {"state_dict": s},
+    "ema": lambda s: {"state_dict": {}, "state_dict_ema": s},
+    "module and model": lambda s: {"module": {"model": s}},
     "module.": lambda s: {f"module.{k}": v for k, v in s.items()},
     "model and module.": lambda s: {"model": {f"module.{k}": v for k, v in s.items()}},
 }
@@ -115,8 +117,37 @@ def test_positions_are_resampled_only_on_request():
 
 def test_resampling_a_table_of_unknown_grid_is_refused():
     state = published(img_size=(16, 24))
+    model = JumboViT(**SIZES)
     with pytest.raises(ValueError, match="position table of 6 entries: its grid is not square"):
-        load_released(JumboViT(**SIZES), state, resample=True)
+        load_released(model, state, resample=True)
+    load_released(model, state, resample=True, grid=(2, 3))
+    reference = JumboViT(**{**SIZES, "img_size": (16, 24)})
+    load_released(reference, state)
+    reference.set_input_size(32)
+    assert max_error(model.pos_embed, reference.pos_embed) < 1e-6
+
+
+def test_same_count_on_another_grid_is_another_table(tmp_path):
+    """196 published positions are 14x14, also for a model of 7x28."""
+    state = published()  # 4x4
+    wide = {**SIZES, "img_size": (16, 64)}  # 2x8
+    with pytest.raises(ValueError, match="16 positions are a 4x4 grid, the model's are 2x8; resample=True"):
+        load_released(JumboViT(**wide), state)
+    reference = JumboViT(**SIZES)
+    load_released(reference, state)
+    reference.set_input_size((16, 64))
+    model = JumboViT(**wide)
+    load_released(model, state, resample=True)
+    assert max_error(model.pos_embed, reference.pos_embed) < 1e-6
+    torch.save(state, tmp_path / "jumbo.pth")
+    overlay = dict(file=str(tmp_path / "jumbo.pth"), num_classes=5)
+    via_timm = timm.create_model(
+        "test_jumbo", pretrained=True, pretrained_cfg_overlay=overlay, num_classes=5, img_size=(16, 64)
+    )
+    assert max_error(via_timm.pos_embed, reference.pos_embed) < 1e-6
+    load_released(model, state, grid=(2, 8))  # a caller who knows better
+    assert torch.equal(model.pos_embed, state["pos_embed"])
+    load_released(model, model.state_dict())  # our own layout: equal counts are equal grids
 
 
 def test_wrong_files(tmp_path):
@@ -129,6 +160,12 @@ def test_wrong_files(tmp_path):
         load_released(model, {})
     with pytest.raises(ValueError, match=r"these are none: \['lr'\]"):
         load_released(model, {"lr": 0.1, "norm.weight": torch.zeros(16)})
+    with pytest.raises(ValueError, match=r"these are none: \[0\]"):
+        load_released(model, {0: torch.zeros(1)})
+    for name in ("garbage.pth", "garbage.safetensors"):
+        (tmp_path / name).write_bytes(b"not a weight file at all")
+        with pytest.raises(ValueError, match=rf"{name} cannot be read as weights alone: it is damaged"):
+            load_released(model, tmp_path / name)
     damaged = published()
     damaged["norm.weight"][3] = float("nan")
     with pytest.raises(ValueError, match=r"encoder\.norm\.weight in the file holds NaN"):
@@ -142,7 +179,7 @@ class Payload:
 
 def test_loading_never_executes_code(tmp_path, capsys):
     torch.save({"model": published(), "extra": Payload()}, tmp_path / "evil.pth")
-    with pytest.raises(Exception, match=r"[Ww]eights.only|Unsupported"):
+    with pytest.raises(ValueError, match=r"evil\.pth cannot be read as weights alone"):
         load_released(JumboViT(**SIZES), tmp_path / "evil.pth")
     assert "code ran" not in capsys.readouterr().out
 

@@ -44,6 +44,43 @@ def test_float32_at_a_huge_offset_keeps_what_float32_holds():
     torch.testing.assert_close(normal, revin.normalize(x.double() - 1e8)[0], atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e-20, 1.0, 1e20, 1e160, 1e300])
+@pytest.mark.parametrize("affine", [False, True])
+def test_any_scale_is_normalised_alike(scale, affine):
+    revin = RevIN(2, affine=affine)
+    x = torch.randn(3, 2, 20, dtype=torch.float64)
+    expected, _ = revin.normalize(x)
+    normal, stats = revin.normalize(x * scale)
+    torch.testing.assert_close(normal, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(revin.inverse(normal, stats) / scale, x, atol=1e-12, rtol=0)
+    huge = RevIN(2, eps=1e-5).normalize(x * scale)
+    assert torch.isfinite(huge[0]).all() and torch.isfinite(huge[1].std).all()
+
+
+def test_gradient_is_that_of_the_plain_formula():
+    x = torch.randn(2, 1, 9, dtype=torch.float64, requires_grad=True)
+    target = torch.randn(2, 1, 9, dtype=torch.float64)
+
+    def plain(x):
+        mean, std = x.mean(-1, keepdim=True), x.var(-1, unbiased=False, keepdim=True).sqrt()
+        return ((x - mean) / std * target).sum() + (std * 3 + mean).square().sum()
+
+    def ours(x):
+        normal, stats = RevIN(1).normalize(x)
+        return (normal * target).sum() + (stats.std * 3 + stats.mean).square().sum()
+
+    gradients = [torch.autograd.grad(f(x), x)[0] for f in (plain, ours)]
+    torch.testing.assert_close(*gradients, atol=1e-10, rtol=0)
+
+
+def test_affine_constant_window_is_the_bias_and_comes_back():
+    revin = RevIN(1, affine=True)
+    torch.nn.init.constant_(revin.bias, 0.3)
+    normal, stats = revin.normalize(torch.full((1, 1, 8), 7.7, dtype=torch.float64))
+    torch.testing.assert_close(normal, torch.full_like(normal, 0.3), check_dtype=False, rtol=1e-6, atol=0)
+    assert (revin.inverse(torch.randn(1, 1, 5), stats) == 7.7).all()
+
+
 def test_affine_is_undone():
     revin = RevIN(2, affine=True)
     with torch.no_grad():
@@ -72,5 +109,11 @@ def test_gradient_of_a_constant_window_is_finite():
 def test_errors():
     with pytest.raises(ValueError, match="num_channels >= 1"):
         RevIN(0)
+    revin = RevIN(3, affine=True)
+    _, stats = revin.normalize(torch.randn(2, 3, 8))
+    for call in (revin.normalize, lambda x: revin.inverse(x, stats)):
+        for shape in ((2, 1, 8), (2, 8, 3), (8,)):
+            with pytest.raises(ValueError, match=r"built for \(B, 3 channels, steps\), got"):
+                call(torch.zeros(shape))
     with pytest.raises(ValueError, match="eps >= 0"):
         RevIN(1, eps=float("nan"))

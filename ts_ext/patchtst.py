@@ -1,8 +1,10 @@
-"""JumboPatchTST: PatchTST's recipe for forecasting around a Jumbo encoder. Needs torch only; tsai's argument names."""
+"""JumboPatchTST: PatchTST's recipe around a Jumbo encoder, on torch and timm, with tsai's argument names."""
 
 from __future__ import annotations
 
+import math
 import sys
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from timm.layers import trunc_normal_
 from torch import nn
 
-from jumbo_core.models.series import JumboSeries
+from jumbo_core.models.series import JumboSeries, as_size
 from ts_ext.scaling import RevIN
 
 HEADS = ("forecast",)
@@ -34,7 +36,7 @@ class JumboPatchTST(nn.Module):
         seq_len: L, steps of the window.
         pred_dim: what to predict: H -> (B, c_out, H); [C_out, H] -> (B, C_out, H); [H] -> (B, H); None -> (B,), one
             value per sample.
-        patch_len, stride: P and S; N = (L - P)//S + 2 patches. Defaults 16 and 8.
+        patch_len, stride: P and S <= P; N = (L - P)//S + 2 patches. Defaults 16 and 8.
         multiplier: J, width of the Jumbo token in patches. Default 6. 0 = a class token instead.
         registers: register tokens. Default 0.
         d_model, n_layers, n_heads, d_ff: width D, blocks, attention heads, hidden width of the patch MLP. Defaults 128,
@@ -44,17 +46,23 @@ class JumboPatchTST(nn.Module):
         revin: normalise each window by its own statistics and undo it on the forecast. Default True.
         affine: RevIN's learned weight and bias per channel. Default False.
         head: only "forecast" exists so far.
-        target_channels: which input channels the outputs continue, for fewer targets than inputs. Default: all of them
-            in order when there are as many outputs as inputs; else a learned mixture of the channels' forecasts.
-            Its weights sum to one, so that shifting or scaling all inputs shifts and scales the outputs.
+        target_channels: which input channels the outputs continue: give it whenever the number of outputs is not the
+            number of inputs and the targets are among the inputs. Default: all of them in order when there are as many
+            outputs as inputs; else, with a warning, a learned mixture of the channels' forecasts. Its weights sum to
+            one, so that shifting or scaling all inputs shifts and scales the outputs; but it starts at the plain mean
+            of the channels, and with channels of different levels a short run does not get away from there.
         jumbo_mlp_ratio, share_jumbo_ffn, layer_scale: see :class:`jumbo_core.jumbo.JumboEncoder`.
         init: "short" (default) or "released", see :class:`jumbo_core.models.series.JumboSeries`.
         custom_head: what tsai passes to every class of its own making, ``partial(lin_nd_head, d=shape of a target)``.
             Only ``d`` is read: the output then has exactly the shape of the target. Any other head is refused.
 
     Raises:
-        ValueError: a size out of range (horizon 0, a window shorter than a patch, …) or an unknown head.
+        ValueError: a size out of range (horizon 0, a window shorter than a patch, …) or an unknown head. Sizes may be
+            any integer type, numpy's included.
         TypeError: no ``seq_len``: tsai passes one only to classes with "patchtst" in their name.
+
+    Warns:
+        UserWarning: the outputs are a learned mixture, see ``target_channels``.
     """
 
     def __init__(
@@ -94,13 +102,20 @@ class JumboPatchTST(nn.Module):
                 "JumboPatchTST needs seq_len, the length of the window. tsai passes it to classes with 'patchtst' in "
                 "their name; for any other name give it in arch_config=dict(seq_len=…)"
             )
-        _check_sizes(c_in=c_in, c_out=c_out, d_ff=d_ff)
+        c_in, c_out, d_model, d_ff = (
+            as_size(name, value) for name, value in dict(c_in=c_in, c_out=c_out, d_model=d_model, d_ff=d_ff).items()
+        )
+        multiplier, registers = as_size("multiplier", multiplier, 0), as_size("registers", registers, 0)
+        if not 0 < jumbo_mlp_ratio < math.inf or (multiplier and int(multiplier * d_model * jumbo_mlp_ratio) < 1):
+            raise ValueError(
+                f"jumbo_mlp_ratio must be above 0 and leave the Jumbo FFN a hidden unit, got {jumbo_mlp_ratio!r}: its "
+                f"hidden width is jumbo_mlp_ratio * multiplier {multiplier} * d_model {d_model}"
+            )
         if affine and not revin:
             raise ValueError("affine=True is RevIN's affine and needs revin=True")
         target_shape = _target_shape(c_out, pred_dim, custom_head)
         channels_out, horizon = (1, 1, *target_shape)[-2:]
-        self.c_in, self.seq_len = c_in, seq_len
-        self.target_shape = target_shape
+        self.c_in, self.target_shape = c_in, target_shape
 
         self.revin = RevIN(c_in, affine=affine) if revin else None
         self.series = JumboSeries(
@@ -122,6 +137,7 @@ class JumboPatchTST(nn.Module):
             attn_drop=attn_dropout,
             proj_drop=dropout,
         )
+        self.seq_len = self.series.seq_len
         tokens = self.series.encoder.num_global_tokens + self.series.num_patches
         self.head_drop = nn.Dropout(head_dropout)
         self.head = nn.Linear(tokens * d_model, horizon)
@@ -132,6 +148,15 @@ class JumboPatchTST(nn.Module):
             target_channels = range(c_in)
         self.target_channels = None if target_channels is None else _check_targets(target_channels, c_in, channels_out)
         self.mix = None if self.target_channels is not None else nn.Parameter(torch.zeros(channels_out, c_in))
+        if self.mix is not None:
+            warnings.warn(
+                f"{c_in} input channels, {channels_out} output channel(s) and no target_channels: every output starts "
+                f"as the mean of all channels' forecasts and has to learn which of them it continues. If the targets "
+                f"are among the inputs, say which: target_channels={[i % c_in for i in range(channels_out)]} for the "
+                f"first ones (in tsai: arch_config=dict(target_channels=…))",
+                UserWarning,
+                stacklevel=2,
+            )
         _repair_tsai_if_loaded()
 
     @property
@@ -144,7 +169,8 @@ class JumboPatchTST(nn.Module):
 
         Raises:
             ValueError: another shape or dtype than the model was built for, no sample, a NaN or infinite value.
-                (torch.compile, torch.export and tracing cannot look at values: there NaN goes in and NaN comes out.)
+                (torch.compile, torch.export, tracing and meta tensors cannot look at values: there NaN goes in and
+                NaN comes out.)
         """
         self._check_shape(x)
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():
@@ -188,22 +214,27 @@ def _target_shape(c_out: int, pred_dim: int | Sequence[int] | None, custom_head:
     """Shape of one target: (), (H,) or (C_out, H)."""
     if custom_head is not None:
         shape = _shape_from_tsai(custom_head)
-        given = tuple(pred_dim) if isinstance(pred_dim, Sequence) else pred_dim
-        if given not in (None, shape, shape[-1]):
+        if pred_dim is not None and _sizes("pred_dim", pred_dim) not in (shape, shape[-1:]):
             raise ValueError(f"pred_dim {pred_dim} and the targets of tsai's custom_head, {shape}, disagree")
     elif pred_dim is None:
         if c_out != 1:
             raise ValueError(f"without pred_dim there is one value per sample and c_out must be 1, got {c_out}")
         shape = ()
     elif isinstance(pred_dim, Sequence):
-        shape = tuple(pred_dim)
+        shape = _sizes("pred_dim", pred_dim)
     else:
-        shape = (c_out, pred_dim)
-    if len(shape) > 2:
-        raise ValueError(f"a forecast has channels and steps, [C_out, H]; got targets of shape {shape}")
-    for name, value in zip(("horizon", "output channels"), reversed(shape), strict=False):
-        _check_sizes(**{name: value})
+        shape = (c_out, *_sizes("pred_dim", pred_dim))
     return shape
+
+
+def _sizes(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+    """H, [H] or [C_out, H] as a tuple of one or two sizes."""
+    shape = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+    if not 1 <= len(shape) <= 2:
+        raise ValueError(f"{name}: a forecast has steps, [H], or channels and steps, [C_out, H]; got {given!r}")
+    return tuple(
+        as_size(part, size) for part, size in zip(("output channels", "horizon")[-len(shape) :], shape, strict=True)
+    )
 
 
 def _shape_from_tsai(custom_head: Any) -> tuple[int, ...]:
@@ -213,31 +244,31 @@ def _shape_from_tsai(custom_head: Any) -> tuple[int, ...]:
         raise ValueError(
             f"JumboPatchTST brings its own head and accepts only tsai's partial(lin_nd_head, d=…), got {custom_head!r}"
         )
-    d = custom_head.keywords["d"]
-    return (d,) if isinstance(d, int) else tuple(d)
+    return _sizes("d of custom_head", custom_head.keywords["d"])
 
 
 def _check_targets(channels: Sequence[int], c_in: int, channels_out: int) -> list[int]:
-    channels = list(channels)
-    if len(channels) != channels_out or any(not 0 <= c < c_in for c in channels):
-        raise ValueError(
-            f"target_channels must name {channels_out} of the input channels 0..{c_in - 1}, got {channels}"
-        )
-    return channels
-
-
-def _check_sizes(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    error = ValueError(
+        f"target_channels must be a list of {channels_out} of the input channels 0..{c_in - 1}, got {channels!r}"
+    )
+    try:
+        found = [as_size("channel", channel, 0) for channel in channels]
+    except (TypeError, ValueError):  # not a list, or not of integers
+        raise error from None
+    if len(found) != channels_out or max(found) >= c_in:
+        raise error
+    return found
 
 
 def _check_values(x: torch.Tensor) -> None:
     if not x.shape[0]:
+        repaired = _repair_tsai_if_loaded()
         raise ValueError(
-            f"no sample in {tuple(x.shape)}. tsai makes such batches under numpy 2 until `import ts_ext.tsai` repairs "
-            f"its loader"
+            f"no sample in {tuple(x.shape)}"
+            + ". tsai's loader makes such batches under numpy 2; it is repaired now: run the same call again" * repaired
         )
+    if x.is_meta:
+        return
     finite = torch.isfinite(x)
     if not finite.all():
         bad = (~finite).nonzero()
@@ -248,7 +279,13 @@ def _check_values(x: torch.Tensor) -> None:
         )
 
 
-def _repair_tsai_if_loaded() -> None:
-    """A model that meets tsai needs tsai's loader repaired (see ``ts_ext.tsai``), however it was imported."""
-    if "tsai.data.core" in sys.modules:
+def _repair_tsai_if_loaded() -> bool:
+    """Repair tsai's loader (see ``ts_ext.tsai``) if tsai has been imported; says whether it has.
+
+    Called when a model is made or unpickled. Where tsai is imported only after that, and ``ts_ext.tsai`` is not, the
+    first empty batch is an error, and repairs it then.
+    """
+    loaded = "tsai.data.core" in sys.modules
+    if loaded:
         import ts_ext.tsai  # noqa: F401
+    return loaded

@@ -1,5 +1,7 @@
 """Case 23 (tsai 400, 591, 713, 738, 907; PatchTST 40): a custom class builds for every shape of target tsai allows."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -24,7 +26,12 @@ def test_output_has_the_shape_of_the_target(tmp_path, shape, arch, tfms):
     x, y = torch.randn(8, 4, 40).numpy(), torch.randn(8, *shape).numpy()
     dls = get_ts_dls(x, y, splits=(list(range(6)), [6, 7]), tfms=tfms, bs=4, path=tmp_path)
     config = dict(SMALL) if arch is JumboPatchTST else dict(SMALL, seq_len=40)
-    model = build_ts_model(arch, dls=dls, arch_config=config, device=torch.device("cpu"))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        model = build_ts_model(arch, dls=dls, arch_config=config, device=torch.device("cpu"))
+    told = [str(w.message) for w in found if "target_channels" in str(w.message)]
+    # told once, and only where the outputs are not the four inputs in order
+    assert len(told) == (shape != (4, 12) and shape != (4, 1))
     assert model(torch.from_numpy(x)).shape == y.shape
 
 

@@ -53,7 +53,17 @@ def jumbo_splitter(model: nn.Module) -> L:
         learn = TSForecaster(X, y, splits=splits, arch=JumboPatchTST, splitter=jumbo_splitter)
         learn.fit_one_cycle(10, jumbo_lr(1e-3))
 
-    Frozen parameters stay in their group; fastai skips them.
+    These groups are for rates, not for freezing. fastai's ``freeze()`` trains the last group alone, which here is all
+    but the Jumbo FFN and not just the head; ``fine_tune()`` begins with such epochs and then gives the FFN a hundredth
+    of the rate. To train the head first, freeze what is before it, before the first fit, and fit as usual::
+
+        learn.model.series.requires_grad_(False)
+        learn.fit_one_cycle(2, jumbo_lr(1e-3))
+        learn.model.requires_grad_(True)
+        learn.fit_one_cycle(10, jumbo_lr(1e-3))
+
+    Parameters frozen in this way stay in their group. fastai skips parameters that have no gradient; frozen after a
+    fit they still have one, and weight decay and momentum would go on moving them.
     """
     groups = ([], [])
     for name, parameter in model.named_parameters():
@@ -75,7 +85,8 @@ def jumbo_lr(lr: float, scale: float = 0.3) -> slice:
 class FitBar(Callback):
     """One quiet bar for a whole fit, in place of fastai's table of epochs, and the seconds each epoch of training took.
 
-    Use with ``learner.no_bar()`` and ``learner.no_logging()``.
+    Use with ``learner.no_bar()`` and ``learner.no_logging()``. A copied or exported learner keeps the seconds but not
+    the bar, which belongs to a terminal: a further fit of it only counts seconds.
 
     Args:
         progress: a ``rich.progress.Progress`` that is being shown.
@@ -86,20 +97,25 @@ class FitBar(Callback):
     """
 
     def __init__(self, progress: Any, title: str) -> None:
-        self.progress, self.title, self.seconds = progress, title, []
+        self.progress, self.title, self.seconds, self.bar = progress, title, [], None
+
+    def __getstate__(self) -> dict:
+        return {**super().__getstate__(), "progress": None, "bar": None}
 
     def before_fit(self) -> None:
-        self.bar = self.progress.add_task(self.title, total=len(self.learn.dls.train) * self.n_epoch)
+        if self.progress is not None:
+            self.bar = self.progress.add_task(self.title, total=len(self.learn.dls.train) * self.n_epoch)
 
     def before_train(self) -> None:
         self.start = time.perf_counter()
 
     def after_batch(self) -> None:
-        if self.training:
+        if self.training and self.progress is not None:
             self.progress.advance(self.bar)
 
     def after_train(self) -> None:
         self.seconds.append(time.perf_counter() - self.start)
 
     def after_fit(self) -> None:
-        self.progress.remove_task(self.bar)
+        if self.progress is not None:
+            self.progress.remove_task(self.bar)

@@ -1,5 +1,6 @@
 """The main job in tsai: fit, evaluate every sample, predict, export, load."""
 
+import copy
 import subprocess
 import sys
 
@@ -12,11 +13,12 @@ pytest.importorskip("tsai", reason="needs jumbo-vit[ts]")
 import tsai.inference  # noqa: F401 (gives learners get_X_preds)
 from fastai.learner import load_learner
 from fastai.optimizer import Adam
+from rich.progress import Progress
 from tsai.data.core import get_ts_dls
 from tsai.learner import ts_learner
 from tsai.tslearner import TSForecaster
 
-from ts_ext.tsai import JumboPatchTST, jumbo_lr, jumbo_splitter
+from ts_ext.tsai import FitBar, JumboPatchTST, jumbo_lr, jumbo_splitter
 
 SMALL = dict(patch_len=8, stride=4, d_model=16, n_layers=2, n_heads=2, d_ff=32, multiplier=2, dropout=0.1)
 CPU = torch.device("cpu")
@@ -39,7 +41,8 @@ def fit(tmp_path, arch=JumboPatchTST, epochs=1, **options):
         x, y, splits=splits, arch=arch, bs=32, path=tmp_path, seed=0, device=CPU, **{**config, **options}
     )
     with learner.no_bar(), learner.no_logging():
-        learner.fit_one_cycle(epochs, jumbo_lr(5e-3) if "splitter" in options else 5e-3)
+        if epochs:
+            learner.fit_one_cycle(epochs, jumbo_lr(5e-3) if "splitter" in options else 5e-3)
     return learner
 
 
@@ -53,7 +56,24 @@ def test_every_sample_is_evaluated(tmp_path, n, bs):
     assert torch.equal(torch.as_tensor(seen).cpu(), torch.from_numpy(x[1:]))
 
 
-def test_repair_comes_with_the_model_even_when_tsai_is_imported_later():
+def test_first_empty_batch_is_an_error_and_repairs_a_tsai_imported_after_the_model():
+    code = """
+import torch
+from ts_ext import JumboPatchTST
+model = JumboPatchTST(1, 1, 40, patch_len=8, stride=4, d_model=8, n_heads=2, multiplier=2)
+from tsai.data.core import get_ts_dls
+x = torch.arange(100.).reshape(100, 1, 1).expand(-1, 1, 40).numpy()
+dls = get_ts_dls(x, x[:, 0, 0].copy(), splits=([0], list(range(100))), bs=[1, 32], drop_last=False)
+try:
+    model(torch.zeros(0, 1, 40))
+except ValueError as error:
+    print("run the same call again" in str(error), sum(len(b[0]) for b in dls.valid))
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "100"]
+
+
+def test_repair_comes_with_a_model_made_after_tsai_was_imported():
     code = """
 import torch
 from ts_ext import JumboPatchTST
@@ -148,3 +168,35 @@ def test_missing_values_are_an_error_not_a_nan_loss(tmp_path):
     )  # fmt: skip
     with learner.no_bar(), learner.no_logging(), pytest.raises(ValueError, match="channel 1, step 7"):
         learner.fit(1)
+
+
+def test_learner_with_a_fit_bar_can_be_copied_exported_and_loaded(tmp_path):
+    x, _ = waves()
+    with Progress(disable=True) as progress:
+        learner = fit(tmp_path, cbs=FitBar(progress, "training"))
+        copied = copy.deepcopy(learner)
+        learner.export(tmp_path / "model.pkl")
+        assert learner.fit_bar.progress is progress  # the learner at hand keeps its bar
+    expected = learner.get_X_preds(x)[0]
+    for other in (copied, load_learner(tmp_path / "model.pkl")):
+        assert torch.equal(other.get_X_preds(x)[0], expected)
+        assert other.fit_bar.progress is None and other.fit_bar.seconds == learner.fit_bar.seconds
+    with copied.no_bar(), copied.no_logging():
+        copied.fit(1, 1e-3)
+    assert len(copied.fit_bar.seconds) == 2 and len(learner.fit_bar.seconds) == 1
+
+
+def test_what_freezing_means_with_these_groups(tmp_path):
+    learner = fit(tmp_path, splitter=jumbo_splitter, epochs=0)
+    ffn = dict(learner.model.series.encoder.jumbo_mlp.named_parameters())
+    learner.freeze()
+    trained = [p for p in learner.model.parameters() if p.requires_grad]
+    assert trained and not any(p is q for p in trained for q in ffn.values() if q.ndim > 1)
+    assert len(trained) > len(list(learner.model.head.parameters()))  # not the head alone
+    learner.unfreeze()
+    learner.model.series.requires_grad_(False)  # the documented way to train the head alone
+    before = {name: p.detach().clone() for name, p in learner.model.named_parameters()}
+    with learner.no_bar(), learner.no_logging():
+        learner.fit_one_cycle(1, jumbo_lr(1e-2))
+    moved = {name for name, p in learner.model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved == {"head.weight", "head.bias"}

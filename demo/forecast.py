@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 import tsai.inference  # noqa: F401 (gives learners get_X_preds)
+from fastai.learner import load_learner
 from rich.progress import Progress
 from statsmodels.datasets import co2
 from torch import nn
@@ -36,10 +37,12 @@ JUMBO, PATCHTST, NAIVE = "JumboPatchTST", "tsai PatchTST", "seasonal naive (last
 
 
 def run(out: Path, *, seed: int = 0) -> tuple[list[Row], dict[str, Path]]:
-    """Train both models at equal size, budget and learning-rate grid; test on the last eight years.
+    """Train both models at equal width, depth and budget, with the same two learning rates to choose from.
+
+    The better learner of each is exported and loaded again; the loaded one forecasts the last eight years.
 
     Args:
-        out: folder for the learners and the picture.
+        out: folder for the exported learners and the picture.
         seed: of the weights and the order of the windows.
 
     Returns:
@@ -54,7 +57,8 @@ def run(out: Path, *, seed: int = 0) -> tuple[list[Row], dict[str, Path]]:
     with Progress() as progress:
         for name, arch in contenders.items():
             runs = [fit(arch, rate, x, y, split, out, seed, progress, name) for rate in RATES]
-            fitted[name] = min(runs, key=lambda found: found[0])[1]
+            best = min(runs, key=lambda found: found[0])[1]
+            fitted[name] = save_and_reload(best, out / f"{arch.__name__}.pkl")
 
     test = split[2]
     predictions = {name: predict(learner, x[test], y[test]) for name, learner in fitted.items()}
@@ -136,6 +140,15 @@ def fit(
         learner.fit_one_cycle(EPOCHS, jumbo_lr(rate) if rates else rate)
     valid_x, valid_y = x[split[1]], y[split[1]]
     return float(np.abs(predict(learner, valid_x, valid_y) - valid_y).mean()), learner
+
+
+def save_and_reload(learner: TSForecaster, path: Path) -> TSForecaster:
+    """The learner that ``load_learner`` makes from what ``learner.export`` wrote."""
+    learner.export(path.resolve())
+    with warnings.catch_warnings():
+        # fastai warns that a learner's file can run code. This one was written by the line above.
+        warnings.filterwarnings("ignore", message="load_learner", category=UserWarning)
+        return load_learner(path)
 
 
 def predict(learner: TSForecaster, x: np.ndarray, y: np.ndarray) -> np.ndarray:

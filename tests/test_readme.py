@@ -22,8 +22,8 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = dict(re.findall(r"### (\w+)\n(?:(?!###).)*?```python\n(.*?)```", README, re.DOTALL))
 
 
-def run(block: str, namespace: dict | None = None) -> dict:
-    namespace = {"__name__": "readme", **(namespace or {})}
+def run(block: str) -> dict:
+    namespace = {"__name__": "readme"}
     exec(compile(block, "README.md", "exec"), namespace)
     return namespace
 
@@ -45,7 +45,7 @@ def published(path: Path, size: str = "tiny", **options) -> Path:
 def test_there_is_a_block_for_every_host():
     assert set(BLOCKS) == {"timm", "Transformers", "MMSegmentation", "tsai"}
     for name, block in BLOCKS.items():
-        assert len([line for line in block.splitlines() if line.strip()]) <= 12, name
+        assert len([line for line in block.splitlines() if line.strip()]) <= 15, name
 
 
 def test_timm_block():
@@ -62,10 +62,11 @@ def test_transformers_block(folder, capsys):
     convert = re.search(r"`python (-m hf_ext\.convert [^`]+)`", README)[1]
     subprocess.run([sys.executable, *convert.split()], check=True, cwd=folder, capture_output=True)
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (240, 300, 3), dtype=np.uint8)).save("photo.jpg")
-    dataset = [{"pixel_values": torch.randn(3, 224, 224), "labels": i} for i in range(2)]
-    run(BLOCKS["Transformers"], {"dataset": dataset})
+    done = run(BLOCKS["Transformers"])
     assert "score" in capsys.readouterr().out
-    assert (folder / "my_jumbo" / "model.safetensors").exists()
+    assert done["model"].classifier.weight.std() > 0.005  # a head that a short run can use
+    (best, *_) = done["pipeline"]("image-classification", model="my_jumbo")("photo.jpg")
+    assert best["label"].startswith("LABEL_") and 0 < best["score"] < 1
 
 
 @pytest.mark.slow

@@ -2,12 +2,13 @@
 
     python plugins/timeseries/forecast_csv.py sales.csv --date-column date --horizon 28 --look-back 168 --out out/sales
 
-The file has a column of dates, rising and evenly spaced, and one numeric column per series. Rows are split by time:
-the model trains on the first part, is watched on the second and tested on the last; every number it is scaled by comes
-from the first part. OUT then holds
+The file has a column of dates, rising and evenly spaced, as text without time zones, and one numeric column per series.
+Rows are split by time: the model trains on the first part, is watched on the second and tested on the last; every number
+it is scaled by comes from the first part. OUT then holds
 
     predictions.csv   origin, date, column, forecast, truth: test windows one horizon apart, then the time to come
-    metrics.json      errors over every test window in the file's own units, next to repeating the last season
+    metrics.json      errors over every test window in the file's own units, of all columns and of each, next to
+                      repeating the last season
     forecast.png      the last test window and the forecast of what comes next
     models/model.pth  the weights (torch.load(…, weights_only=True)), its arguments are in metrics.json
 """
@@ -68,6 +69,7 @@ def main(arguments: list[str] | None = None) -> dict:
     truth = view[test][..., options.look_back :]
     steps = np.arange(options.horizon) % options.season - options.season
     naive = view[test][..., : options.look_back][..., steps]
+    forecasts = {"JumboPatchTST": forecast, f"repeat last {options.season} rows": naive}
     table = predictions(frame, first[test], forecast, truth, future, options.horizon)
     table.to_csv(options.out / "predictions.csv", index=False)
     metrics = {
@@ -77,10 +79,11 @@ def main(arguments: list[str] | None = None) -> dict:
         "model": dict(c_in=len(mean), c_out=len(mean), seq_len=options.look_back, pred_dim=options.horizon, **config),
         "parameters": parameters,
         "scaling": {"mean": mean.tolist(), "std": std.tolist()},
-        "test": {"JumboPatchTST": errors(forecast, truth), f"repeat last {options.season} rows": errors(naive, truth)},
-        "test_mae_by_column": dict(
-            zip(frame.columns, np.abs(forecast - truth).mean(axis=(0, 2)).tolist(), strict=True)
-        ),
+        "test": {name: errors(made, truth) for name, made in forecasts.items()},
+        "test_by_column": {
+            name: {column: errors(made[:, c], truth[:, c]) for c, column in enumerate(frame.columns)}
+            for name, made in forecasts.items()
+        },
     }
     (options.out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     draw(frame, table, options)
@@ -148,9 +151,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=Path("out/forecast"))
     options = parser.parse_args(arguments)
-    for name in ("horizon", "look_back", "season", "epochs", "batch_size"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(options, name)}")
+    at_least_one = ("horizon", "look_back", "season", "epochs", "batch_size", "patch_len", "stride", "d_model")
+    for name in (*at_least_one, "n_layers", "n_heads", "d_ff", "multiplier", "registers"):
+        least = 0 if name in ("multiplier", "registers") else 1
+        if getattr(options, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    if not 0 < options.lr < np.inf:
+        parser.error(f"--lr must be above 0, got {options.lr}")
+    if not 0 <= options.dropout < 1:
+        parser.error(f"--dropout must be at least 0 and below 1, got {options.dropout}")
+    if options.d_model % options.n_heads:
+        parser.error(f"--d-model {options.d_model} is not divisible by --n-heads {options.n_heads}: choose a divisor")
+    if options.patch_len > options.look_back:
+        parser.error(f"--patch-len {options.patch_len} is longer than --look-back {options.look_back}")
+    if options.stride > options.patch_len:
+        parser.error(f"--stride {options.stride} is longer than --patch-len {options.patch_len}: rows would be skipped")
     if options.season > options.look_back:
         parser.error(f"--season {options.season} is longer than --look-back {options.look_back}")
     if not 0 < options.valid_share < 1 or not 0 < options.test_share < 1 - options.valid_share:
@@ -162,10 +177,17 @@ def read(path: Path, date_column: str, columns: list[str] | None) -> pd.DataFram
     """The numeric columns, indexed by date; anything the model could not honestly use is an error."""
     frame = pd.read_csv(path)
     wanted = columns or [c for c in frame.columns if c != date_column]
+    repeated = sorted({c for c in wanted if wanted.count(c) > 1})
+    if repeated:
+        raise SystemExit(f"--columns names {repeated} more than once: name every column once")
+    if date_column in wanted:
+        raise SystemExit(f"--columns names {date_column!r}, the column of dates: leave it out or set --date-column")
     absent = [c for c in (date_column, *wanted) if c not in frame.columns]
     if absent:
         raise SystemExit(f"{path} has no column {absent}; it has {list(frame.columns)}")
-    dates = pd.DatetimeIndex(pd.to_datetime(frame[date_column]))
+    if not wanted:
+        raise SystemExit(f"{path} has no column beside {date_column!r}: there is nothing to forecast")
+    dates = read_dates(frame[date_column])
     frame = frame[wanted].set_axis(dates, axis=0)
     words = [c for c in wanted if not pd.api.types.is_numeric_dtype(frame[c])]
     if words:
@@ -185,6 +207,24 @@ def read(path: Path, date_column: str, columns: list[str] | None) -> pd.DataFram
     if len(dates) < 3 or pd.infer_freq(dates) is None:
         raise SystemExit(f"{date_column} is not evenly spaced: resample the file first (frame.resample(…))")
     return frame
+
+
+def read_dates(column: pd.Series) -> pd.DatetimeIndex:
+    """Text as dates; nothing is guessed from numbers, and nothing that is no date is passed over."""
+    name, advice = column.name, "write dates as text such as 2024-01-31 or 2024-01-31 18:00:00"
+    if pd.api.types.is_numeric_dtype(column):
+        raise SystemExit(f"{name} holds numbers ({column.iloc[0] if len(column) else 'no row'}), not dates: {advice}")
+    zones = f"{name} has time zones ({column.iloc[0]}): convert to one, for example UTC, and write dates without it"
+    try:
+        dates = pd.to_datetime(column, errors="coerce")
+    except ValueError as error:  # zones that change within the file
+        raise SystemExit(f"{zones} ({error})") from None
+    if dates.dt.tz is not None:
+        raise SystemExit(zones)
+    if dates.isna().any():
+        row = int(np.flatnonzero(dates.isna())[0])
+        raise SystemExit(f"{name} {column.iloc[row]!r} in data row {row + 1} is not a date like those before: {advice}")
+    return pd.DatetimeIndex(dates)
 
 
 def predictions(
@@ -223,6 +263,8 @@ def draw(frame: pd.DataFrame, table: pd.DataFrame, options: argparse.Namespace) 
         axis.set_ylabel(name)
         axis.grid(alpha=0.3)
     axes[0, 0].legend(loc="upper left", fontsize=8)
+    if len(names) < len(frame.columns):
+        figure.suptitle(f"the first {len(names)} of {len(frame.columns)} columns; predictions.csv has them all")
     figure.savefig(options.out / "forecast.png", dpi=120)
     plt.close(figure)
 

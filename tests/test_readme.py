@@ -80,7 +80,7 @@ def test_mmsegmentation_block(folder):
     (folder / "my_config.py").write_text(BLOCKS["MMSegmentation"])
     options = [
         "train_cfg.max_iters=1", "train_cfg.val_interval=1", "default_hooks.checkpoint.interval=1",
-        "train_dataloader.batch_size=1", "model.decode_head.channels=16", "model.auxiliary_head.channels=8",
+        "model.decode_head.channels=16", "model.auxiliary_head.channels=8",
         *(f"{split}_dataloader.{key}" for split in ("train", "val", "test")
           for key in ("num_workers=0", "persistent_workers=False")),
     ]  # fmt: skip

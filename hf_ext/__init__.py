@@ -1,9 +1,15 @@
 """Jumbo models inside Hugging Face Transformers. Importing it registers them with the Auto classes and does no more."""
 
 try:
-    import transformers as _transformers  # noqa: F401
+    from packaging.version import Version as _Version
+    from transformers import __version__ as _version
+
+    if not (5, 24) <= _Version(_version).release[:2] < (6,):
+        raise ImportError(f"found transformers {_version}")
 except ImportError as error:
-    raise ImportError("hf_ext needs Transformers and accelerate: pip install 'jumbo-vit[hf]'") from error
+    raise ImportError(
+        f"hf_ext needs transformers>=5.24,<6 and accelerate: pip install 'jumbo-vit[hf]' ({error})"
+    ) from error
 
 from hf_ext.auto import register as _register
 from hf_ext.backbone_jumbo import JumboBackbone

@@ -10,6 +10,8 @@ import math
 from transformers import BaseImageProcessor, DeiTImageProcessor, DeiTImageProcessorPil
 from transformers.image_utils import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, PILImageResampling
 
+from jumbo_core import checks
+
 IMAGE_PROCESSORS = {"torchvision": DeiTImageProcessor, "pil": DeiTImageProcessorPil}
 
 
@@ -28,13 +30,13 @@ def jumbo_image_processor(
         **overrides: any option of the Transformers processor, such as ``image_mean``, ``image_std``, ``resample``.
 
     Raises:
-        ValueError: ``crop_pct`` outside (0, 1] or an unknown backend.
+        ValueError: ``image_size`` not one or two positive integers, ``crop_pct`` outside (0, 1] or an unknown backend.
     """
     if not 0 < crop_pct <= 1:
         raise ValueError(f"crop_pct must lie in (0, 1], got {crop_pct}")
     if backend not in IMAGE_PROCESSORS:
         raise ValueError(f"backend must be one of {sorted(IMAGE_PROCESSORS)}, got {backend!r}")
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
+    height, width = checks.pair("image_size", image_size)
     shape = {"height": height, "width": width}
     square = height == width
     options = {

@@ -68,6 +68,42 @@ class JumboPreTrainedModel(PreTrainedModel):
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": JumboBlock, "attentions": AttentionCore}
 
+    def __init__(self, config: JumboConfig, *args, **kwargs) -> None:
+        config.check()  # fields may have been set since it was made
+        super().__init__(config, *args, **kwargs)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
+        """As for any model.
+
+        Raises:
+            ValueError: the position table was saved for another patch grid than ``image_size`` makes, even one of as
+                many patches.
+        """
+        options = dict(kwargs)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
+        saved = _saved_config(pretrained_model_name_or_path, options)
+        if saved is not None and saved.grid != model.config.grid:
+            (h, w), (new_h, new_w) = saved.grid, model.config.grid
+            raise ValueError(
+                f"positions in {pretrained_model_name_or_path} are a {h}x{w} grid (image_size {saved.image_size}), "
+                f"image_size {model.config.image_size} makes {new_h}x{new_w}: load without image_size; images of other "
+                f"sizes run as they are, and set_input_size of the model's vit resamples the table for good"
+            )
+        return loaded
+
+    def save_pretrained(self, *args, **kwargs) -> None:
+        """As for any model; the configuration says the sizes that ``vit.set_input_size`` may have changed."""
+        for vit in (module for module in self.modules() if isinstance(module, JumboTrunk)):
+            for name, own, said in (
+                ("image_size", vit.img_size, self.config.image_sides),
+                ("patch_size", tuple(vit.patch_embed.patch_size), self.config.patch_sides),
+            ):
+                if own != said:
+                    setattr(self.config, name, own[0] if own[0] == own[1] else list(own))
+        super().save_pretrained(*args, **kwargs)
+
     def _init_weights(self, module: nn.Module) -> None:
         """The rule of jumbo_core, through functions that leave tensors alone which a checkpoint has filled."""
         if module is getattr(self, "classifier", None) and isinstance(module, nn.Linear):
@@ -199,7 +235,7 @@ class JumboModel(JumboPreTrainedModel):
             raise ValueError(
                 f"pixel_mask must be (B, H, W) = {expected} as pixel_values, got {tuple(pixel_mask.shape)}"
             )
-        (h, w), (p, q) = self.vit.grid_of(expected[1:]), self.config.patch_sides
+        (h, w), (p, q) = self.vit.grid_of(expected[1:]), self.vit.patch_embed.patch_size
         padded = nn.functional.pad(pixel_mask.bool(), (0, w * q - expected[2], 0, h * p - expected[1]))
         return padded.unflatten(2, (w, q)).unflatten(1, (h, p)).any(dim=4).any(dim=2).flatten(1)
 
@@ -235,7 +271,8 @@ class JumboForImageClassification(JumboPreTrainedModel):
             labels: class indices (B,), or (B, num_labels) floats for the problem types "multi_label_classification"
                 and "regression"; with them the output holds ``loss``.
             output_hidden_states: return every block's output.
-            **kwargs: handed to the loss (``num_items_in_batch``).
+            **kwargs: handed to the loss. As everywhere in the host, ``num_items_in_batch`` counts for the problem type
+                "single_label_classification" alone; the other losses are means over the batch whatever it says.
         """
         wanted = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
         outputs = self.jumbo(
@@ -246,3 +283,14 @@ class JumboForImageClassification(JumboPreTrainedModel):
         return ImageClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+
+def _saved_config(place, options: dict) -> JumboConfig | None:
+    """Configuration that lies beside weights; None where there is none to compare with."""
+    if place is None:
+        return None
+    try:
+        saved, _ = JumboConfig.get_config_dict(place, **options)
+    except OSError:
+        return None
+    return JumboConfig.from_dict(saved) if saved.get("model_type") == JumboConfig.model_type else None

@@ -4,6 +4,8 @@ import pytest
 import timm
 import torch
 
+from ts_ext import JumboPatchTST
+
 HEADS = {
     "jumbo": {},
     "token": {"global_pool": "token"},
@@ -61,3 +63,25 @@ def test_the_check_sees_a_dead_parameter(monkeypatch):
         model = randomised(timm.create_model("test_jumbo", num_classes=5, global_pool=pool, drop_path_rate=0.0))
         model(torch.randn(2, 3, 32, 32)).square().sum().backward()
         assert without_gradient(model)
+
+
+SERIES = dict(patch_len=8, stride=4, d_model=16, n_layers=2, n_heads=2, d_ff=24, multiplier=2, dropout=0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*no target_channels:UserWarning")
+@pytest.mark.parametrize("c_out", [3, 1])  # one forecast per channel; a learned mixture of them
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"multiplier": 0, "registers": 16},
+        {"registers": 3},
+        {"share_jumbo_ffn": False, "layer_scale": 1e-4},
+        {"affine": True, "init": "released"},
+        {"n_layers": 1},
+    ],
+)
+def test_series(c_out, options):
+    model = randomised(JumboPatchTST(3, c_out, 40, 6, **{**SERIES, **options}))
+    model(torch.randn(4, 3, 40)).square().sum().backward()
+    assert without_gradient(model) == []

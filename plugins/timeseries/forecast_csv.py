@@ -3,8 +3,8 @@
     python plugins/timeseries/forecast_csv.py sales.csv --date-column date --horizon 28 --look-back 168 --out out/sales
 
 The file has a column of dates, rising and evenly spaced, as text without time zones, and one numeric column per series.
-Rows are split by time: the model trains on the first part, is watched on the second and tested on the last; every number
-it is scaled by comes from the first part. OUT then holds
+Rows are split by time: the model trains on the first part, is watched on the second and tested on the last; every
+number it is scaled by comes from the first part. OUT then holds
 
     predictions.csv   origin, date, column, forecast, truth: test windows one horizon apart, then the time to come
     metrics.json      errors over every test window in the file's own units, of all columns and of each, next to

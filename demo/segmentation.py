@@ -23,7 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from demo.rows import Row
 from demo.scenes import write_scenes
 
-CONFIG = "jumbo/jumbo-pico_upernet_1xb16-400_digit-scenes-48x48.py"
+CONFIG = "jumbo/jumbo-pico_upernet_1xb16-320_digit-scenes-48x48.py"
 MODELS = {"ViT + 16 registers": dict(multiplier=0, registers=16), "Jumbo": {}}
 SHOWN = 4
 

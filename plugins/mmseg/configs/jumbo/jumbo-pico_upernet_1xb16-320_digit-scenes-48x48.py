@@ -1,7 +1,7 @@
 # UPerNet on a small Jumbo model, scenes of handwritten digits in ADE20K's folder layout, for a minute on one CPU.
 _base_ = "./jumbo-pico_upernet_1xb4-500_camvid-360x480.py"
 
-iterations = 400
+iterations = 320
 crop_size = (48, 48)
 data_root = "data/digit-scenes"
 metainfo = dict(
@@ -52,8 +52,8 @@ model = dict(
 )
 optim_wrapper = dict(optimizer=dict(lr=3e-3))
 param_scheduler = [
-    dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=40),
-    dict(type="PolyLR", eta_min=0.0, power=1.0, begin=40, end=iterations, by_epoch=False),
+    dict(type="LinearLR", start_factor=0.01, by_epoch=False, begin=0, end=32),
+    dict(type="PolyLR", eta_min=0.0, power=1.0, begin=32, end=iterations, by_epoch=False),
 ]
 train_cfg = dict(max_iters=iterations, val_interval=iterations)
 default_hooks = dict(checkpoint=dict(interval=iterations))

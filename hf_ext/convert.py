@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_ext.configuration_jumbo import JumboConfig
+from hf_ext.configuration_jumbo import REMOTE_MODULE, JumboConfig
 from hf_ext.image_processing_jumbo import jumbo_image_processor
 from hf_ext.labels import imagenet_labels, read_labels
 from hf_ext.model_card import RELEASED, write_model_card
@@ -24,6 +22,8 @@ from jumbo_core.models.positions import square_grid
 from jumbo_core.models.released import read_state_dict
 
 Weights = Mapping[str, torch.Tensor]
+# The files of a converted folder.
+WRITTEN = ("config.json", "model.safetensors", "preprocessor_config.json", "README.md", f"{REMOTE_MODULE}.py")
 
 
 def infer_config(
@@ -40,9 +40,11 @@ def infer_config(
         ValueError: the tensors are not a Jumbo ViT's, or leave heads or image size open.
     """
     state = {key.removeprefix("encoder."): value for key, value in state.items()}
-    for key in ("patch_embed.proj.weight", "pos_embed", "blocks.0.mlp.fc1.weight"):
+    for key, axes in (("patch_embed.proj.weight", 4), ("pos_embed", 3), ("blocks.0.mlp.fc1.weight", 2)):
         if key not in state:
             raise ValueError(f"not a Jumbo ViT: the file has no {key}, only {sorted(state)[:5]}…")
+        if state[key].ndim != axes:
+            raise ValueError(f"not a Jumbo ViT: {key} has shape {tuple(state[key].shape)}, expected {axes} axes")
     dim, channels, *patch = state["patch_embed.proj.weight"].shape
     depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
     multiplier = state["jumbo_token"].shape[1] if "jumbo_token" in state else 0
@@ -93,6 +95,28 @@ def infer_config(
             )
         num_attention_heads = known[0]
     return JumboConfig(num_attention_heads=num_attention_heads, **shape)
+
+
+def assumptions(
+    config: JumboConfig, *, num_attention_heads: int | None = None, image_size: tuple[int, int] | None = None
+) -> list[str]:
+    """What a file of tensors leaves open and the conversion took for granted, as lines to read.
+
+    Args:
+        config: the result of :func:`infer_config`.
+        num_attention_heads, image_size: what the caller gave, None = it was assumed.
+    """
+    height, width = config.image_sides
+    heads, source = config.num_attention_heads, "as given"
+    if num_attention_heads is None:
+        source = f"as in the released size of D={config.hidden_size}"
+    size = "as given" if image_size is not None else "a square position table"
+    pooled = "[Jumbo token ; mean of the patches]" if config.multiplier else "the class token"
+    return [
+        f"{heads} attention heads ({source})",
+        f"positions for images of {height}x{width} px ({size})",
+        f"the classifier or pooled vector reads {pooled}",
+    ]
 
 
 def convert_weights(state: Weights, config: JumboConfig) -> tuple[PreTrainedModel, LoadReport]:
@@ -155,33 +179,40 @@ def convert(
 
     Args:
         source: a published file (.pth, .pt, .bin, .safetensors), a golden file, or the state dict of a ``JumboViT``.
-        folder: where to write; made when missing, must be empty unless ``force``.
+        folder: where to write; made when missing, must be empty unless ``force``. Nothing in it is ever deleted.
         size: a released size, checked against the tensors. Default None: recognised from them.
         num_attention_heads, image_size: see :func:`infer_config`.
         id2label: JSON file, a list of names or {"0": name}; or a text file, one name a line. Default: ImageNet's
             names for 1000 classes, else LABEL_0, …
-        force: empty a folder that has files.
+        force: write into a folder that has files, over those of the five names above.
+
+    Tensors do not show heads, image size and pooling; what was assumed of them stands in the model card, see
+    :func:`assumptions`.
 
     Returns:
         LoadReport; its ``ignored`` names the keys of the file that have no use here.
 
     Raises:
-        FileNotFoundError: no such file. FileExistsError: ``folder`` is a file, or has files and ``force`` is off.
-        ValueError: see :func:`infer_config` and :func:`convert_weights`; a size or labels that do not fit.
+        FileNotFoundError: no such file. FileExistsError: ``folder`` is a file, or has files and ``force`` is off, or
+            ``source`` or ``id2label`` is one of the files that would be written.
+        ValueError: a damaged or unsafe file, see :func:`jumbo_core.models.released.read_state_dict`; for others see
+            :func:`infer_config` and :func:`convert_weights`; a size or labels that do not fit.
     """
     folder = Path(folder)
     if folder.is_file():
         raise FileExistsError(f"{folder} is a file; give a folder")
     occupied = folder.is_dir() and any(folder.iterdir())
     if occupied and not force:
-        raise FileExistsError(f"{folder} is not empty; choose another folder or use --force to replace its files")
+        raise FileExistsError(f"{folder} is not empty; choose another folder or use --force to write into it")
+    for given in filter(None, (source, id2label)):
+        if Path(given).resolve() in [(folder / name).resolve() for name in WRITTEN]:
+            raise FileExistsError(f"{given} would be overwritten by the conversion; choose another folder")
 
     state = read_state_dict(source)
-    if size is not None:
-        if size not in RELEASED:
-            raise ValueError(f"size must be one of {', '.join(RELEASED)}, got {size!r}")
-        num_attention_heads = num_attention_heads or RELEASED[size].heads
-    config = infer_config(state, num_attention_heads=num_attention_heads, image_size=image_size)
+    if size is not None and size not in RELEASED:
+        raise ValueError(f"size must be one of {', '.join(RELEASED)}, got {size!r}")
+    heads = RELEASED[size].heads if size is not None and num_attention_heads is None else num_attention_heads
+    config = infer_config(state, num_attention_heads=heads, image_size=image_size)
     if size is not None:
         expected, found = RELEASED[size], (config.hidden_size, config.num_hidden_layers, config.multiplier)
         if found != (expected.dim, expected.depth, expected.multiplier):
@@ -202,12 +233,10 @@ def convert(
     elif id2label is not None:
         raise ValueError("labels were given, but the file has no classifier")
 
-    if occupied:
-        for entry in folder.iterdir():
-            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
     model.save_pretrained(folder)
     jumbo_image_processor(config.image_sides).save_pretrained(folder)
-    write_model_card(folder, model, source=Path(source).name)
+    assumed = assumptions(config, num_attention_heads=num_attention_heads, image_size=image_size)
+    write_model_card(folder, model, source=Path(source).name, assumed=assumed)
     return report
 
 
@@ -219,25 +248,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-attention-heads", type=int, help="needed when the shape is no released size")
     parser.add_argument("--image-size", type=int, nargs=2, metavar=("H", "W"), help="needed for non-square tables")
     parser.add_argument("--id2label", type=Path, help="JSON list, JSON {index: name}, or text file of one name a line")
-    parser.add_argument("--force", action="store_true", help="replace the files of a folder that is not empty")
+    parser.add_argument("--force", action="store_true", help="write into a folder that is not empty")
     options = parser.parse_args(arguments)
+    image_size = tuple(options.image_size) if options.image_size else None
     try:
         report = convert(
             options.source,
             options.folder,
             size=options.size,
             num_attention_heads=options.num_attention_heads,
-            image_size=tuple(options.image_size) if options.image_size else None,
+            image_size=image_size,
             id2label=options.id2label,
             force=options.force,
         )
     except (OSError, ValueError) as error:
-        parser.exit(1, f"{parser.prog}: {error}\n")
-    config = json.loads((options.folder / "config.json").read_text())
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    config = JumboConfig.from_pretrained(options.folder)
     print(
-        f"wrote {options.folder}: {config['architectures'][0]}, D={config['hidden_size']}, "
-        f"{config['num_hidden_layers']} blocks, J={config['multiplier']}"
+        f"wrote {options.folder}: {config.architectures[0]}, D={config.hidden_size}, "
+        f"{config.num_hidden_layers} blocks, J={config.multiplier}"
     )
+    for line in assumptions(config, num_attention_heads=options.num_attention_heads, image_size=image_size):
+        print(f"assumed: {line}")
     if report.ignored:
         print(f"ignored keys of the file: {', '.join(report.ignored)}")
 

@@ -53,6 +53,10 @@ Paper: [Thicker and Quicker: A Jumbo Token for Fast Plain Vision Transformers](h
 Code of the authors: https://github.com/antofuller/jumbo
 Converted from `{source}` with `python -m hf_ext.convert` of the package jumbo-vit.
 
+A file of tensors does not show everything. Taken for granted:
+
+{assumed}
+
 The weights are their makers'. If they come from the authors' release, see the terms of their repository before
 passing them on.
 {accuracy}
@@ -94,8 +98,8 @@ processor, model = AutoImageProcessor.from_pretrained("{folder}"), AutoModel.fro
 features = model(**processor(Image.open("photo.jpg"), return_tensors="pt")).pooler_output"""
 
 
-def write_model_card(folder: Path, model: PreTrainedModel, *, source: str) -> None:
-    """Write ``folder/README.md`` for ``model``, converted from the file named ``source``."""
+def write_model_card(folder: Path, model: PreTrainedModel, *, source: str, assumed: list[str]) -> None:
+    """Write ``folder/README.md`` for ``model``, converted from the file named ``source`` under what was ``assumed``."""
     config = model.config
     shape = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads, config.multiplier)
     size = next((n for n, s in RELEASED.items() if (s.dim, s.depth, s.heads, s.multiplier) == shape), None)
@@ -119,6 +123,7 @@ def write_model_card(folder: Path, model: PreTrainedModel, *, source: str) -> No
         image="x".join(map(str, config.image_sides)),
         parameters=model.num_parameters() / 1e6,
         source=source,
+        assumed="\n".join(f"- {line}" for line in assumed),
         accuracy=accuracy,
         usage=(_CLASSIFY if classifier else _FEATURES).format(folder=folder.name),
     )

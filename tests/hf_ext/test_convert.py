@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,19 +14,18 @@ import torch
 from tests.conftest import max_error
 
 pytest.importorskip("transformers")
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
 from PIL import Image
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
     AutoModel,
     AutoModelForImageClassification,
-    PreTrainedModel,
     pipeline,
 )
 
 from hf_ext import JumboForImageClassification, JumboModel, jumbo_image_processor
-from hf_ext.convert import convert, main
+from hf_ext.convert import WRITTEN, convert, main
 from hf_ext.labels import imagenet_labels, read_labels
 from jumbo_core.models import JumboViT
 
@@ -187,7 +188,15 @@ def test_folder_is_never_overwritten_unasked(tmp_path):
         convert(tmp_path / "jumbo.pth", out, force=True)
     assert (out / "precious.txt").exists()  # a failed conversion deletes nothing
     convert(tmp_path / "jumbo.pth", out, num_attention_heads=2, force=True)
-    assert (out / "model.safetensors").exists() and not (out / "precious.txt").exists()
+    assert (out / "model.safetensors").exists() and (out / "precious.txt").read_text() == "mine"
+    # Beside its source, as `convert jumbo.pth . --force` does; never over it.
+    convert(tmp_path / "jumbo.pth", tmp_path, num_attention_heads=2, force=True)
+    assert {*WRITTEN, "jumbo.pth", "out"} == {p.name for p in tmp_path.iterdir()}
+    again = tmp_path / "model.safetensors"
+    before = again.read_bytes()
+    with pytest.raises(FileExistsError, match=r"model\.safetensors would be overwritten"):
+        convert(again, tmp_path, num_attention_heads=2, force=True)
+    assert again.read_bytes() == before
     with pytest.raises(FileExistsError, match="is a file"):
         convert(tmp_path / "jumbo.pth", tmp_path / "jumbo.pth", num_attention_heads=2)
 
@@ -233,18 +242,49 @@ def test_command_line(tmp_path, capsys):
     arguments = [str(tmp_path / "jumbo.pth"), str(tmp_path / "out"), "--num-attention-heads", "2"]
     main([*arguments, "--id2label", str(tmp_path / "names.txt")])
     out = capsys.readouterr().out
+    assumed = [
+        "2 attention heads (as given)",
+        "positions for images of 32x32 px (a square position table)",
+        "the classifier or pooled vector reads [Jumbo token ; mean of the patches]",
+    ]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert all(f"assumed: {line}\n" in out and f"- {line}\n" in card for line in assumed)
     assert "ignored keys of the file: cls_token" in out and "D=16, 2 blocks, J=2" in out
     assert AutoConfig.from_pretrained(tmp_path / "out").id2label == {0: "cat", 1: "dog"}
     with pytest.raises(SystemExit) as stop:
         main(arguments)
-    assert stop.value.code == 1 and "not empty" in capsys.readouterr().err
+    assert stop.value.code == 2 and "not empty" in capsys.readouterr().err
+    (tmp_path / "damaged.pth").write_bytes((tmp_path / "jumbo.pth").read_bytes()[:500])
+    torch.save({"model": Path("an object")}, tmp_path / "unsafe.pth")
+    for name in ("damaged.pth", "unsafe.pth"):
+        with pytest.raises(SystemExit) as stop:
+            main([str(tmp_path / name), str(tmp_path / "none")])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and name in error and "Traceback" not in error
+    assert not (tmp_path / "none").exists()
 
 
-def test_push_to_hub_is_the_hosts_own(folder, tmp_path):
-    """Without a network: the method is inherited, and what it uploads (a saved folder) is complete."""
-    assert JumboForImageClassification.push_to_hub is PreTrainedModel.push_to_hub
-    JumboForImageClassification.from_pretrained(folder[0]).save_pretrained(tmp_path)
-    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors", "modeling_jumbo.py"}
-    card = ModelCard.load(folder[0] / "README.md")
+def test_push_to_hub_uploads_what_is_saved(folder, tmp_path, monkeypatch):
+    """The host's own method up to the point where bytes would leave the machine."""
+    sent = {}
+
+    def create_commit(self, repo_id, operations, **kwargs):
+        sent.update({o.path_in_repo: Path(o.path_or_fileobj).read_bytes() for o in operations})
+
+    def create_repo(self, repo_id, **kwargs):
+        return SimpleNamespace(repo_id=repo_id)
+
+    monkeypatch.setattr(HfApi, "create_repo", create_repo)
+    monkeypatch.setattr(HfApi, "create_commit", create_commit)
+    monkeypatch.setattr(
+        "transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: ModelCard.load(folder[0] / "README.md")
+    )
+    model = JumboForImageClassification.from_pretrained(folder[0])
+    model.push_to_hub("someone/jumbo")
+    model.save_pretrained(tmp_path)
+    saved = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert set(saved) == {"config.json", "model.safetensors", "modeling_jumbo.py"}
+    assert {name: content for name, content in sent.items() if name != "README.md"} == saved
+    card = ModelCard(sent["README.md"].decode())
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "image-classification"
     assert "jumbo-vit" in card.data.tags

@@ -1,6 +1,4 @@
-"""Jumbo models inside Transformers: outputs, attention implementations, initialisation, checkpointing, backbone."""
-
-from copy import deepcopy
+"""Jumbo models inside Transformers: outputs, attention implementations, losses, checkpointing, compilers."""
 
 import pytest
 import torch
@@ -9,38 +7,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import max_error
 
 pytest.importorskip("transformers")
-from transformers import (
-    AutoBackbone,
-    AutoConfig,
-    AutoModel,
-    AutoModelForImageClassification,
-)
-
-from hf_ext import JumboBackbone, JumboConfig, JumboForImageClassification, JumboModel
+from hf_ext import JumboBackbone, JumboForImageClassification, JumboModel
 from jumbo_core.models import JumboViT
-
-TINY = dict(
-    image_size=32, patch_size=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, multiplier=2, num_labels=5
-)
-VARIANTS = {
-    "jumbo": {},
-    "registers baseline": dict(multiplier=0, registers=4),
-    "jumbo and registers": dict(registers=3),
-    "unshared, layer scale": dict(share_jumbo_ffn=False, layer_scale=1e-4),
-    "short": dict(init="short"),
-}
-
-
-def config(**changes) -> JumboConfig:
-    return JumboConfig(**{**TINY, **changes})
-
-
-def randomised(model):
-    """Weights away from their start, where zero heads and FFNs would hide errors."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+from tests.hosts.hf_models import VARIANTS, config, randomised
 
 
 @pytest.fixture
@@ -171,20 +140,6 @@ def test_case_20_no_dead_parameter(variant, head, images):
     assert head == "backbone" or len(trainable) == len(list(model.parameters()))
 
 
-@pytest.mark.parametrize("stages", [["stem"], ["stage1"], ["stage3"], ["stem", "stage2"]])
-@pytest.mark.parametrize("layernorm", [True, False])
-@pytest.mark.parametrize("shared", [True, False])
-def test_case_20_backbone_freezes_exactly_what_gets_no_gradient(stages, layernorm, shared, images):
-    options = config(out_features=stages, apply_layernorm=layernorm, share_jumbo_ffn=shared)
-    model = randomised(JumboBackbone(options))
-    chosen = {name for name, p in model.named_parameters() if p.requires_grad}
-    for parameter in model.parameters():
-        parameter.requires_grad_(True)
-    sum(f.square().sum() for f in model(images).feature_maps).backward()
-    reached = {name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-    assert chosen == reached
-
-
 def test_case_20_checkpointing_gives_the_same_gradients(images):
     model = randomised(JumboForImageClassification(config(drop_path_rate=0.0)))
     labels = torch.tensor([1, 2])
@@ -219,161 +174,6 @@ def test_case_21_dropout_only_in_training(attention, images):
         assert torch.equal(model(images).logits, model(images).logits)
         model.train()
         assert not torch.equal(model(images).logits, model(images).logits)
-
-
-# --- initialisation and loading ---
-
-
-def test_starting_weights_follow_the_core():
-    torch.manual_seed(0)
-    model = JumboForImageClassification(config(hidden_size=64, layer_scale=0.3))
-    vit, block = model.jumbo.vit, model.jumbo.vit.blocks[0]
-    for weight in (vit.pos_embed, vit.encoder.jumbo_mlp.fc2.weight, block.attn.qkv.weight, block.mlp.fc1.weight):
-        assert weight.std().item() == pytest.approx(0.02, rel=0.15)
-    assert block.attn.qkv.bias.abs().sum() == 0 and (block.norm1.weight == 1).all()
-    assert (block.ls1.gamma == 0.3).all() and vit.patch_embed.proj.weight.std() > 0.03
-    assert (model.classifier.weight == 0).all()
-    assert model.classifier.bias[0].item() == pytest.approx(-torch.tensor(5.0).log().item())
-    short = JumboForImageClassification(config(hidden_size=64, init="short"))
-    assert (short.jumbo.vit.encoder.jumbo_mlp.fc2.weight == 0).all() and (short.classifier.bias == 0).all()
-    assert short.classifier.weight.std().item() == pytest.approx(0.02, rel=0.15)
-
-
-@pytest.mark.parametrize("init", ["released", "short"])
-def test_missing_and_mismatched_weights_start_properly(tmp_path, init):
-    trained = randomised(JumboForImageClassification(config(init=init)))
-    trained.save_pretrained(tmp_path / "five")
-    other, info = JumboForImageClassification.from_pretrained(
-        tmp_path / "five", num_labels=7, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    assert {entry[0] for entry in info["mismatched_keys"]} == {"classifier.weight", "classifier.bias"}
-    if init == "released":
-        assert (other.classifier.weight == 0).all()
-        assert torch.allclose(other.classifier.bias, -torch.tensor(7.0).log().expand(7))
-    else:
-        assert 0.015 < other.classifier.weight.std() < 0.025 and (other.classifier.bias == 0).all()
-    for name, value in trained.jumbo.state_dict().items():
-        assert torch.equal(other.jumbo.state_dict()[name], value), name
-
-    # A model without a classifier feeds one with, and the other way round; nothing of the encoder is touched.
-    trained.jumbo.save_pretrained(tmp_path / "encoder")
-    from_encoder = AutoModelForImageClassification.from_pretrained(tmp_path / "encoder")
-    assert torch.equal(from_encoder.jumbo.vit.pos_embed, trained.jumbo.vit.pos_embed)
-    for cls in (AutoModel, JumboBackbone):
-        back = cls.from_pretrained(tmp_path / "five").state_dict()
-        assert all(
-            torch.equal(v, back[k if k in back else f"jumbo.{k}"]) for k, v in trained.jumbo.state_dict().items()
-        )
-
-
-def test_a_file_with_holes_is_filled_by_the_rule(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    trained = randomised(JumboForImageClassification(config(init="short")))
-    trained.save_pretrained(tmp_path)
-    state = load_file(tmp_path / "model.safetensors")
-    lost = ["jumbo.vit.pos_embed", "jumbo.vit.encoder.jumbo_mlp.fc2.weight", "jumbo.vit.blocks.0.attn.qkv.weight"]
-    lost[2] = next(k for k in state if k.endswith("blocks.0.attn.qkv.weight"))
-    save_file({k: v for k, v in state.items() if k not in lost}, tmp_path / "model.safetensors", {"format": "pt"})
-    loaded = JumboForImageClassification.from_pretrained(tmp_path).state_dict()
-    assert 0.01 < loaded[lost[0]].std() < 0.03 and 0.01 < loaded[lost[2]].std() < 0.03
-    assert (loaded[lost[1]] == 0).all()
-    assert all(torch.equal(loaded[k], v) for k, v in state.items() if k not in lost)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_loading(tmp_path, dtype, images):
-    model = randomised(JumboForImageClassification(config())).eval()
-    model.save_pretrained(tmp_path)
-    half = AutoModelForImageClassification.from_pretrained(tmp_path, dtype=dtype)
-    assert {p.dtype for p in half.parameters()} == {dtype}
-    with torch.no_grad():
-        logits, expected = half(images).logits, model(images).logits
-    assert logits.dtype == dtype and max_error(logits.float(), expected) < 3e-2 * expected.abs().max().clamp(min=1)
-
-
-def test_auto_classes():
-    small = config()
-    assert isinstance(AutoConfig.for_model("jumbo_vit", **TINY), JumboConfig)
-    assert type(AutoModel.from_config(small)) is JumboModel
-    assert type(AutoModelForImageClassification.from_config(small)) is JumboForImageClassification
-    assert type(AutoBackbone.from_config(small)) is JumboBackbone
-
-
-def test_default_is_the_released_small_model():
-    with torch.device("meta"):
-        model = JumboForImageClassification(JumboConfig(num_labels=1000))
-    dead_cls_token = 384  # published files carry it, and published counts include it
-    assert round((model.num_parameters() + dead_cls_token) / 1e6, 3) == 66.891
-
-
-# --- backbone ---
-
-
-def test_backbone_maps(images):
-    options = config(registers=3, out_features=["stem", "stage1", "stage3"])
-    model = randomised(JumboBackbone(options)).eval()
-    core = model.jumbo.vit
-    with torch.no_grad():
-        out = model(images, output_hidden_states=True)
-        maps = core.forward_intermediates(images, [0, 2], norm=True, intermediates_only=True)
-    assert model.channels == [16, 16, 16] and [f.shape for f in out.feature_maps] == [(2, 16, 4, 4)] * 3
-    assert torch.equal(out.feature_maps[1], maps[0]) and torch.equal(out.feature_maps[2], maps[1])
-    stem = core.norm(out.hidden_states[0])[:, core.num_prefix_tokens :]
-    assert torch.equal(out.feature_maps[0].flatten(2).transpose(1, 2), stem)
-    assert len(out.hidden_states) == 4 and model(images).hidden_states is None
-    assert [f.shape for f in model(torch.randn(1, 3, 16, 40)).feature_maps] == [(1, 16, 2, 5)] * 3
-
-
-def test_backbone_is_frozen_alike_after_loading_and_copying(tmp_path):
-    def frozen(net):
-        return {name for name, p in net.named_parameters() if not p.requires_grad}
-
-    model = JumboBackbone(config(out_indices=[1]))
-    model.save_pretrained(tmp_path)
-    loaded, _ = JumboBackbone.from_pretrained(tmp_path, output_loading_info=True)
-    again, copied = JumboBackbone.from_pretrained(tmp_path), deepcopy(model)
-    assert frozen(model) and frozen(loaded) == frozen(again) == frozen(copied) == frozen(model)
-    for net in (loaded, copied):
-        net.out_indices = [3]
-        assert frozen(net) == frozen(JumboBackbone(config(out_indices=[3])))
-
-
-def test_backbone_runs_no_block_in_vain_and_can_be_repointed(images):
-    model = JumboBackbone(config(out_indices=[1]))
-    ran = []
-    for i, block in enumerate(model.jumbo.vit.blocks):
-        block.register_forward_hook(lambda *_, i=i: ran.append(i))
-    model(images)
-    assert ran == [0]
-    model.out_features = ["stage2", "stage3"]
-    assert len(model(images).feature_maps) == 2 and ran == [0, 0, 1, 2]
-    assert all(p.requires_grad for p in model.jumbo.vit.blocks[1].parameters())
-    model.train()
-    model.jumbo.vit.patch_drop_rate = 0.5
-    with pytest.raises(ValueError, match=r"holes while patch_drop_rate is 0\.5"):
-        model(images)
-
-
-# --- offloading: the host's hooks sit on calls of modules ---
-
-
-@pytest.mark.parametrize("cls", [JumboForImageClassification, JumboModel, JumboBackbone])
-def test_offloaded_to_cpu_or_disk(cls, tmp_path, images):
-    accelerate = pytest.importorskip("accelerate")
-    model = randomised(cls(config(out_features=["stem", "stage2"], registers=1))).eval()
-    model.save_pretrained(tmp_path / "saved")
-    on_disk = cls.from_pretrained(
-        tmp_path / "saved", device_map={"": "disk"}, offload_folder=tmp_path / "offloaded"
-    ).eval()
-    assert {p.device.type for p in on_disk.parameters()} == {"meta"}
-    with torch.no_grad():
-        expected = [t for out in model(images).to_tuple() for t in (out if isinstance(out, tuple) else [out])]
-        on_cpu = accelerate.cpu_offload(deepcopy(model))
-        assert {p.device.type for p in on_cpu.parameters()} == {"meta"}
-        for net in (on_disk, on_cpu):
-            got = [t for out in net(images).to_tuple() for t in (out if isinstance(out, tuple) else [out])]
-            assert all(max_error(a, b) < 1e-6 for a, b in zip(got, expected, strict=True))
 
 
 # --- compilers ---

@@ -102,7 +102,7 @@ def test_patch_drop_schedule(tmp_path):
     trainer.train()
     trainer.evaluate()
     in_training = [n for training, n in counts if training]
-    assert in_training == [int(16 * (1 - (0.5 - 0.4 * step / 5))) for step in range(5)]
+    assert in_training == [16 - int(16 * (0.5 - 0.4 * step / 5)) for step in range(5)]
     assert {n for training, n in counts if not training} == {16}
     assert vit.patch_drop_rate == 0.25
     with pytest.raises(ValueError, match="needs a model with a JumboViT inside, got Linear"):

@@ -55,7 +55,8 @@ def test_small_ones_run(path):
     with torch.no_grad():
         logits = model(torch.randn(1, 3, 64, 64), mode="tensor")
     # A head answers on its finest map: the patch grid, enlarged where a pyramid stands in front.
-    enlarged = max(config.model.neck.rescales) if "neck" in config.model else 1
+    neck = config.model.get("neck")
+    enlarged = max(neck.rescales) if neck else 1
     stride = int(config.model.backbone.get("patch_size", 16) / enlarged)
     assert logits.shape == (1, config.model.decode_head.num_classes, 64 // stride, 64 // stride)
 

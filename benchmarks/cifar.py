@@ -147,15 +147,17 @@ def best_lr(file: ResultFile, contender: str, width: int, settings: dict) -> flo
 
 
 def summarise(file: ResultFile, settings: dict, pairs: list[tuple[str, int]]) -> list[dict]:
+    """Mean and spread of each contender over the seeds that the file has so far."""
     rows = []
     for contender, width in pairs:
         lr = best_lr(file, contender, width, settings)
-        runs = [file.runs[name_of(contender, width, lr, seed)] for seed in settings["seeds"]]
+        names = [name_of(contender, width, lr, seed) for seed in settings["seeds"]]
+        runs = [file.runs[name] for name in names if name in file.runs]
         mean, spread = mean_spread(run["test"] for run in runs)
         rows.append({
             "contender": contender, "width": width, "lr": lr, "test_mean": round(mean, 2), "test_std": round(spread, 2),
             "test": [run["test"] for run in runs], "parameters": runs[0]["parameters"],
-            "multiply_adds": runs[0]["multiply_adds"],
+            "multiply_adds": runs[0]["multiply_adds"], "seeds": len(runs),
         })  # fmt: skip
     return rows
 
@@ -163,11 +165,12 @@ def summarise(file: ResultFile, settings: dict, pairs: list[tuple[str, int]]) ->
 def table(rows: list[dict]) -> str:
     """The summary as the README shows it."""
     return markdown_table(
-        ["model", "width D", "parameters (M)", "MMAC", "lr", "test accuracy (%)"],
+        ["model", "width D", "parameters (M)", "MMAC", "lr", "seeds", "test accuracy (%)"],
         [
             [
                 r["contender"], r["width"], f"{r['parameters'] / 1e6:.2f}", f"{r['multiply_adds'] / 1e6:.1f}",
-                f"{r['lr']:g}", f"{r['test_mean']:.2f} ± {r['test_std']:.2f}",
+                f"{r['lr']:g}", r["seeds"],
+                f"{r['test_mean']:.2f}" + (f" ± {r['test_std']:.2f}" if r["seeds"] > 1 else ""),
             ]
             for r in rows
         ],
@@ -193,9 +196,11 @@ def main() -> None:
     file = ResultFile(arguments.out, settings)
     first, *others = settings["seeds"]
     run_all([(c, w, lr, first) for c, w in pairs for lr in settings["lrs"]], file, settings, arguments)
-    run_all(
-        [(c, w, best_lr(file, c, w, settings), seed) for c, w in pairs for seed in others], file, settings, arguments
-    )
+    chosen = [(c, w, best_lr(file, c, w, settings)) for c, w in pairs]
+    for seed in others:  # every contender has a seed more before any has two: an interrupted file stays fair
+        rows = summarise(file, settings, pairs)
+        file.save(summary=rows, table=table(rows))
+        run_all([(*choice, seed) for choice in chosen], file, settings, arguments)
     rows = summarise(file, settings, pairs)
     file.save(summary=rows, table=table(rows))
     print(table(rows))

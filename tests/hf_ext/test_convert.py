@@ -126,7 +126,7 @@ def test_trust_remote_code_opens_the_folder_in_a_fresh_process(folder, photo, tm
         [sys.executable, "-c", REMOTE, str(path), str(tmp_path / "again")],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]

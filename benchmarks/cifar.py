@@ -186,7 +186,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     settings = dict(
-        widths=[32, 64], depth=4, epochs=6, batch=128, warmup=140, weight_decay=0.05, lrs=[1e-3, 3e-3],
+        widths=[32, 64], depth=4, epochs=6, batch=128, warmup=140, weight_decay=0.05, lrs=[1e-3, 3e-3, 6e-3],
         seeds=[0, 1, 2], train_photos=20000, test_photos=5000, held_out=HELD_OUT,
     )  # fmt: skip
     if arguments.quick:

@@ -43,6 +43,8 @@ def main() -> None:
     arguments = parser.parse_args()
 
     console = Console()
+    if not console.is_terminal:  # a log: rich would fold the table to 80 columns
+        console = Console(width=150)
     arguments.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     pictures: dict[str, Path] = {}

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -18,6 +17,7 @@ from sklearn.model_selection import train_test_split
 from transformers import AutoModelForImageClassification, Trainer, TrainingArguments, pipeline
 
 from demo.rows import Row
+from demo.timing import median_ms
 from hf_ext import JumboConfig, JumboForImageClassification, jumbo_image_processor
 from jumbo_core.jumbo import param_groups
 
@@ -133,20 +133,10 @@ def pipeline_accuracy(folder: Path, test: list[tuple[Image.Image, int]]) -> floa
 
 
 @torch.inference_mode()
-def time_per_image(models: dict[str, torch.nn.Module], *, batch: int = 32, repeats: int = 25) -> dict[str, float]:
-    """Milliseconds per image: median over ``repeats`` rounds in which the models take turns, one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def time_per_image(models: dict[str, torch.nn.Module], *, batch: int = 32) -> dict[str, float]:
+    """Milliseconds per image in batches, see :func:`median_ms`."""
     images = torch.randn(batch, 3, SIDE, SIDE)
-    times = {name: [] for name in models}
-    for round_number in range(repeats + 3):
-        for name, model in models.items():
-            start = time.perf_counter()
-            model.eval()(images)
-            if round_number >= 3:  # the first rounds warm caches up
-                times[name].append(1e3 * (time.perf_counter() - start) / batch)
-    torch.set_num_threads(threads)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return median_ms({name: partial(model.eval(), images) for name, model in models.items()}, samples=batch)
 
 
 @torch.inference_mode()

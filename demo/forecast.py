@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tsai.models.PatchTST import PatchTST
 from tsai.tslearner import TSForecaster
 
 from demo.rows import Row
+from demo.timing import median_ms
 from ts_ext.tsai import FitBar, JumboPatchTST, jumbo_lr, jumbo_splitter
 
 matplotlib.use("Agg")
@@ -32,7 +32,7 @@ import matplotlib.pyplot as plt
 LOOK_BACK, HORIZON, YEAR = 104, 26, 52  # weeks
 VALID, TEST = 260, 416  # the last weeks, as targets: five years to choose the rate, then eight to test
 SIZE = dict(patch_len=16, stride=8, d_model=32, n_layers=3, n_heads=4, d_ff=64, dropout=0.1)
-EPOCHS, BATCH, RATES = 12, 32, (1e-3, 3e-3)
+EPOCHS, BATCH, RATES = 8, 32, (1e-3, 3e-3)
 JUMBO, PATCHTST, NAIVE = "JumboPatchTST", "tsai PatchTST", "seasonal naive (last year)"
 
 
@@ -158,20 +158,10 @@ def predict(learner: TSForecaster, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 @torch.inference_mode()
-def time_per_window(models: dict[str, nn.Module], batch: np.ndarray, *, repeats: int = 25) -> dict[str, float]:
-    """Milliseconds per window: median over ``repeats`` rounds in which the models take turns, one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def time_per_window(models: dict[str, nn.Module], batch: np.ndarray) -> dict[str, float]:
+    """Milliseconds per window in batches, see :func:`median_ms`."""
     batch = torch.from_numpy(batch)
-    times = {name: [] for name in models}
-    for round_number in range(repeats + 3):
-        for name, model in models.items():
-            start = time.perf_counter()
-            model.eval()(batch)
-            if round_number >= 3:  # the first rounds warm caches up
-                times[name].append(1e3 * (time.perf_counter() - start) / len(batch))
-    torch.set_num_threads(threads)
-    return {name: statistics.median(values) for name, values in times.items()}
+    return median_ms({name: partial(model.eval(), batch) for name, model in models.items()}, samples=len(batch))
 
 
 def draw(series: pd.Series, predictions: dict[str, np.ndarray], mae: dict[str, float], path: Path) -> Path:

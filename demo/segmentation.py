@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
+from functools import partial
 from pathlib import Path
 
 import mmseg_ext
@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from demo.rows import Row
 from demo.scenes import write_scenes
+from demo.timing import median_ms
 
 CONFIG = "jumbo/jumbo-pico_upernet_1xb16-320_digit-scenes-48x48.py"
 MODELS = {"ViT + 16 registers": dict(multiplier=0, registers=16), "Jumbo": {}}
@@ -106,19 +107,15 @@ def _config(name: str, backbone: dict, data: Path, out: Path, seed: int) -> Conf
 
 
 @torch.inference_mode()
-def _time_per_image(models: dict[str, torch.nn.Module], *, repeats: int = 60) -> dict[str, float]:
-    """Median milliseconds of one image's forward pass; the models take turns, so that load falls on both."""
+def _time_per_image(models: dict[str, torch.nn.Module]) -> dict[str, float]:
+    """Milliseconds of one image's forward pass, see :func:`median_ms`."""
     device = next(iter(models.values())).data_preprocessor.device
     image = torch.randn(1, 3, 48, 48, device=device)
-    times = {name: [] for name in models}
-    for repeat in range(repeats + 5):
-        for name, model in models.items():
-            model.eval()
-            start = time.perf_counter()
-            model(image, mode="tensor").cpu()  # waits for a GPU, if there is one
-            if repeat >= 5:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
+
+    def forward(model: torch.nn.Module) -> torch.Tensor:
+        return model(image, mode="tensor").cpu()  # waits for a GPU, if there is one
+
+    return median_ms({name: partial(forward, model.eval()) for name, model in models.items()}, repeats=60)
 
 
 def _draw(runners: dict[str, Runner], data: Path, path: Path) -> Path:
@@ -132,7 +129,7 @@ def _draw(runners: dict[str, Runner], data: Path, path: Path) -> Path:
     palette = np.array(meta["palette"], np.float32)
     images = sorted((data / "images" / "validation").glob("*.jpg"))[:SHOWN]
     figure, axes = plt.subplots(SHOWN, 4, figsize=(8.4, 2.15 * SHOWN + 0.6))
-    for row, file in zip(axes, images, strict=True):
+    for number, (row, file) in enumerate(zip(axes, images, strict=True)):
         image = np.asarray(Image.open(file).convert("RGB"), np.float32)
         truth = np.asarray(Image.open(data / "annotations" / "validation" / f"{file.stem}.png"))
         maps = {"scene": None, "ground truth": truth}
@@ -144,7 +141,7 @@ def _draw(runners: dict[str, Runner], data: Path, path: Path) -> Path:
             axis.imshow(shown.astype(np.uint8), interpolation="nearest")
             axis.set_xticks([])
             axis.set_yticks([])
-            if row is axes[0]:
+            if number == 0:
                 axis.set_title(title, fontsize=10)
     classes = [plt.Line2D([], [], marker="s", linestyle="", color=palette[i] / 255) for i in range(1, 11)]
     figure.legend(classes, range(10), ncols=10, loc="lower center", frameon=False, fontsize=9, handletextpad=0.1)

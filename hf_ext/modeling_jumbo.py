@@ -1,145 +1,39 @@
-"""Jumbo vision models for Transformers: the kernel of jumbo_core behind Transformers' interfaces."""
+"""Jumbo vision models for Transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Container
 from functools import partial
-from typing import NamedTuple
 
-import torch
 from timm.layers import LayerScale
 from torch import nn
-from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel, initialization
-from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
-from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import capture_outputs
+from transformers import initialization
 
 from hf_ext.attention import AttentionCore, JumboAttention
 from hf_ext.configuration_jumbo import JumboConfig
-from jumbo_core.jumbo import JumboBlock, JumboEncoder, JumboFFN
+from hf_ext.modeling_vision import VisionForImageClassification, VisionModel, VisionPreTrainedModel
+from hf_ext.trunk import Recorder, Trunk
 from jumbo_core.models import JumboViT
-from jumbo_core.models.image import init_head
 
 
-class TrunkOutput(NamedTuple):
-    """What a trunk computed, nothing of it normalised.
-
-    embeddings (B, N, D): the patches before the first block. mask (B, N) or None, of the patches that were used.
-    tokens (B, T, D) after the last block that ran. collected: outputs (B, T, D) of the wanted blocks by index.
-    """
-
-    embeddings: torch.Tensor
-    mask: torch.Tensor | None
-    tokens: torch.Tensor
-    collected: dict[int, torch.Tensor]
+class JumboTrunk(Trunk, JumboViT):
+    """A headless JumboViT, see :class:`Trunk`."""
 
 
-class JumboTrunk(JumboViT):
-    """A headless JumboViT that, called, gives what the models here are made of.
-
-    All that touches its parameters happens inside calls of modules: offloading and sharding hook into those.
-    """
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *,
-        collect: Container[int] = (),
-        stop: int | None = None,
-    ) -> TrunkOutput:
-        """Images (B, C, H, W); ``collect`` and ``stop`` as for :class:`JumboEncoder`."""
-        patches, mask = self._embed(x, mask)
-        return TrunkOutput(patches, mask, *self.encoder(patches, mask, collect=collect, stop=stop))
-
-
-class JumboPreTrainedModel(PreTrainedModel):
-    """What all Jumbo vision models share: initialisation, and which of the host's features they support."""
+class JumboPreTrainedModel(VisionPreTrainedModel):
+    """What all Jumbo vision models share."""
 
     config_class = JumboConfig
     base_model_prefix = "jumbo"
-    main_input_name = "pixel_values"
-    input_modalities = ("image",)
-    supports_gradient_checkpointing = True
     _no_split_modules = ["JumboBlock"]
     _supports_sdpa = True
     _supports_attention_backend = True
-    _can_compile_fullgraph = True
-    _can_record_outputs = {"hidden_states": JumboBlock, "attentions": AttentionCore}
-
-    def __init__(self, config: JumboConfig, *args, **kwargs) -> None:
-        config.check()  # fields may have been set since it was made
-        super().__init__(config, *args, **kwargs)
-
-    @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """As for any model.
-
-        Raises:
-            ValueError: the position table was saved for another patch grid than ``image_size`` makes, even one of as
-                many patches.
-        """
-        options = dict(kwargs)
-        loaded = super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
-        saved = _saved_config(pretrained_model_name_or_path, options)
-        if saved is not None and saved.grid != model.config.grid:
-            (h, w), (new_h, new_w) = saved.grid, model.config.grid
-            raise ValueError(
-                f"positions in {pretrained_model_name_or_path} are a {h}x{w} grid (image_size {saved.image_size}), "
-                f"image_size {model.config.image_size} makes {new_h}x{new_w}: load without image_size; images of other "
-                f"sizes run as they are, and set_input_size of the model's vit resamples the table for good"
-            )
-        return loaded
-
-    def save_pretrained(self, *args, **kwargs) -> None:
-        """As for any model; the configuration says the sizes that ``vit.set_input_size`` may have changed."""
-        for vit in (module for module in self.modules() if isinstance(module, JumboTrunk)):
-            for name, own, said in (
-                ("image_size", vit.img_size, self.config.image_sides),
-                ("patch_size", tuple(vit.patch_embed.patch_size), self.config.patch_sides),
-            ):
-                if own != said:
-                    setattr(self.config, name, own[0] if own[0] == own[1] else list(own))
-        super().save_pretrained(*args, **kwargs)
+    _can_record_outputs = {"hidden_states": Recorder, "attentions": AttentionCore}
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The rule of jumbo_core, through functions that leave tensors alone which a checkpoint has filled."""
-        if module is getattr(self, "classifier", None) and isinstance(module, nn.Linear):
-            like = module.weight
-            fresh = nn.Linear(module.in_features, module.out_features, device=like.device, dtype=like.dtype)
-            init_head(fresh, self.config.init)
-            initialization.copy_(module.weight, fresh.weight)
-            initialization.copy_(module.bias, fresh.bias)
-        elif isinstance(module, nn.Linear):
-            if self.config.init == "short" and self._ends_jumbo_ffn(module):
-                initialization.zeros_(module.weight)
-            else:
-                initialization.trunc_normal_(module.weight, std=0.02)
-            initialization.zeros_(module.bias)
-        elif isinstance(module, (nn.Conv2d, nn.LayerNorm)):
-            module.reset_parameters()  # torch's default, as released; the host guards it while it loads
-        elif isinstance(module, LayerScale):
+        if isinstance(module, LayerScale):
             initialization.constant_(module.gamma, self.config.layer_scale)
-        elif isinstance(module, (JumboEncoder, JumboViT)):
-            for token in module.parameters(recurse=False):  # learned tokens and positions
-                initialization.trunc_normal_(token, std=0.02)
-
-    def _ends_jumbo_ffn(self, module: nn.Module) -> bool:
-        # Asked of the layer itself: the host never hands over modules that hold no parameter of their own.
-        return any(module is ffn.fc2 for ffn in self.modules() if isinstance(ffn, JumboFFN))
-
-    def _set_gradient_checkpointing(
-        self, enable: bool = True, gradient_checkpointing_func=checkpoint, every_n_layers: int = 1
-    ) -> None:
-        if every_n_layers != 1:
-            raise ValueError(f"Jumbo models checkpoint every block; every_n_layers must be 1, got {every_n_layers}")
-        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Does nothing, see :meth:`JumboConfig.register_for_auto_class`."""
+        else:
+            super()._init_weights(module)
 
     def _check_attentions(self, requested: bool | None) -> None:
         if (self.config.output_attentions if requested is None else requested) and (
@@ -151,146 +45,24 @@ class JumboPreTrainedModel(PreTrainedModel):
             )
 
 
-class JumboModel(JumboPreTrainedModel):
+class JumboModel(VisionModel, JumboPreTrainedModel):
     """The encoder: images -> normalised tokens and the pooled vector.
 
     Tokens run ``[J slices of the Jumbo token (or class token) | registers | patches]``. The pooled vector is
     ``[J slices ; mean of the patches]``, width (J+1)*D, or the class token when ``multiplier=0``.
     """
 
-    def __init__(self, config: JumboConfig) -> None:
-        super().__init__(config)
-        rates = config.drop_path_rate
-        self.vit = JumboTrunk(
-            config.image_sides,
-            config.patch_sides,
-            config.num_channels,
-            num_classes=0,
-            embed_dim=config.hidden_size,
-            depth=config.num_hidden_layers,
-            num_heads=config.num_attention_heads,
-            multiplier=config.multiplier,
-            registers=config.registers,
-            mlp_ratio=config.mlp_ratio,
-            jumbo_mlp_ratio=config.jumbo_mlp_ratio,
-            share_jumbo_ffn=config.share_jumbo_ffn,
-            layer_scale=config.layer_scale,
-            norm_eps=config.layer_norm_eps,
-            drop_path_rate=rates if isinstance(rates, (int, float)) else list(rates),
-            pos_drop_rate=config.hidden_dropout_prob,
-            proj_drop_rate=config.hidden_dropout_prob,
-            attn_drop_rate=config.attention_probs_dropout_prob,
-            patch_drop_rate=config.patch_drop_rate,
-            dynamic_img_pad=config.dynamic_img_pad,
-            init=config.init,
-            attn_layer=partial(JumboAttention, config),
-        )
-        self.post_init()
+    trunk_class = JumboTrunk
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.vit.patch_embed
-
-    @property
-    def pooled_size(self) -> int:
-        """Width of ``pooler_output``: (J+1)*D, or D when ``multiplier=0``."""
-        return self.vit.head_hidden_size
-
-    @capture_outputs(tie_last_hidden_states=False)
-    def forward(
-        self,
-        pixel_values: torch.Tensor,
-        pixel_mask: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        **kwargs,
-    ) -> BaseModelOutputWithPooling:
-        """Encode images.
-
-        Args:
-            pixel_values: (B, C, H, W); any H and W that the patch size divides (all, with ``dynamic_img_pad``).
-            pixel_mask: (B, H, W), nonzero = picture, 0 = padding. Patches of nothing but padding are attended to by
-                nobody and left out of the mean. Default None: all is picture.
-            output_attentions: return the attention weights of every block, (B, heads, T, T) each; needs the
-                implementation "eager".
-            **kwargs: ``output_hidden_states`` (embeddings, then every block's output before the final norm, each
-                (B, T, D)) and ``return_dict``.
-
-        Returns:
-            BaseModelOutputWithPooling: last_hidden_state (B, T, D), pooler_output (B, (J+1)*D).
-
-        Raises:
-            ValueError: a shape or an option that does not fit, named with what was expected.
-        """
-        self._check_attentions(output_attentions)
-        mask = self.patch_mask(pixel_values, pixel_mask)
-        trunk = self.vit(pixel_values.to(self.vit.pos_embed.dtype), mask)
-        tokens = self.vit.norm(trunk.tokens)
-        return BaseModelOutputWithPooling(last_hidden_state=tokens, pooler_output=self.vit.pool(tokens, trunk.mask))
-
-    def patch_mask(self, pixel_values: torch.Tensor, pixel_mask: torch.Tensor | None) -> torch.Tensor | None:
-        """Mask of pixels (B, H, W) -> mask of patches (B, N), True where any pixel of the patch is picture."""
-        if pixel_mask is None:
-            return None
-        expected = (pixel_values.shape[0], *pixel_values.shape[-2:])
-        if tuple(pixel_mask.shape) != expected:
-            raise ValueError(
-                f"pixel_mask must be (B, H, W) = {expected} as pixel_values, got {tuple(pixel_mask.shape)}"
-            )
-        (h, w), (p, q) = self.vit.grid_of(expected[1:]), self.vit.patch_embed.patch_size
-        padded = nn.functional.pad(pixel_mask.bool(), (0, w * q - expected[2], 0, h * p - expected[1]))
-        return padded.unflatten(2, (w, q)).unflatten(1, (h, p)).any(dim=4).any(dim=2).flatten(1)
+    def _trunk_arguments(self) -> dict:
+        return super()._trunk_arguments() | dict(attn_layer=partial(JumboAttention, self.config))
 
 
-class JumboForImageClassification(JumboPreTrainedModel):
-    """Encoder and a linear classifier on ``[J slices ; mean of the patches]``.
+class JumboForImageClassification(VisionForImageClassification, JumboPreTrainedModel):
+    """Encoder and a linear classifier on ``[J slices ; mean of the patches]``, or on the class token.
 
     ``config.num_labels`` classes (0 = no classifier: logits are the pooled vector); ``config.init`` says how a new
     classifier starts.
     """
 
-    def __init__(self, config: JumboConfig) -> None:
-        super().__init__(config)
-        self.num_labels = config.num_labels
-        self.jumbo = JumboModel(config)
-        self.classifier = nn.Linear(self.jumbo.pooled_size, config.num_labels) if config.num_labels else nn.Identity()
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        pixel_values: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        pixel_mask: torch.Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        **kwargs,
-    ) -> ImageClassifierOutput:
-        """Classify images (B, C, H, W) -> logits (B, num_labels).
-
-        Args:
-            pixel_values, pixel_mask, output_attentions: see :meth:`JumboModel.forward`.
-            labels: class indices (B,), or (B, num_labels) floats for the problem types "multi_label_classification"
-                and "regression"; with them the output holds ``loss``.
-            output_hidden_states: return every block's output.
-            **kwargs: handed to the loss. As everywhere in the host, ``num_items_in_batch`` counts for the problem type
-                "single_label_classification" alone; the other losses are means over the batch whatever it says.
-        """
-        wanted = {"output_attentions": output_attentions, "output_hidden_states": output_hidden_states}
-        outputs = self.jumbo(
-            pixel_values, pixel_mask=pixel_mask, **{name: value for name, value in wanted.items() if value is not None}
-        )
-        logits = self.classifier(outputs.pooler_output)
-        loss = None if labels is None else self.loss_function(labels, logits, self.config, **kwargs)
-        return ImageClassifierOutput(
-            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
-
-
-def _saved_config(place, options: dict) -> JumboConfig | None:
-    """Configuration that lies beside weights; None where there is none to compare with."""
-    if place is None:
-        return None
-    try:
-        saved, _ = JumboConfig.get_config_dict(place, **options)
-    except OSError:
-        return None
-    return JumboConfig.from_dict(saved) if saved.get("model_type") == JumboConfig.model_type else None
+    encoder_class = JumboModel

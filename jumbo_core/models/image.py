@@ -1,26 +1,18 @@
-"""JumboViT: the image classifier and feature extractor, with timm's surface."""
+"""JumboViT and AdventurerViT: image classifiers and feature extractors with timm's surface."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
-from timm.layers import Attention, PatchEmbed, trunc_normal_
-from timm.models._features import feature_take_indices
-from timm.models._input import update_model_args, update_model_input_size
+from timm.layers import Attention
 from torch import nn
 
-from jumbo_core import checks
-from jumbo_core.jumbo.dropping import random_keep, take_patches
 from jumbo_core.jumbo.encoder import JumboEncoder
-from jumbo_core.models.positions import resample_positions
+from jumbo_core.linear.adventurer import AdventurerEncoder
+from jumbo_core.models.surface import PatchModel
 
-POOLS = ("jumbo", "token", "avg", "")
 
-
-class JumboViT(nn.Module):
+class JumboViT(PatchModel):
     """Plain ViT with a Jumbo token (arXiv 2502.15021 v3; released code for layout, defaults and initialisation).
 
     Input (B, C, H, W); any H and W that the patch size divides, the position table is resampled to the grid.
@@ -85,30 +77,7 @@ class JumboViT(nn.Module):
         init: str = "released",
         attn_layer: Callable[..., nn.Module] = Attention,
     ) -> None:
-        super().__init__()
-        if init not in ("released", "short"):
-            raise ValueError(f"init must be 'released' or 'short', got {init!r}")
-        img_size, patch_size = checks.pair("img_size", img_size), checks.pair("patch_size", patch_size)
-        _check_divides(img_size, patch_size, pad=dynamic_img_pad)
-        self.in_chans = checks.integer("in_chans", in_chans)
-        self.embed_dim = self.num_features = embed_dim = checks.integer("embed_dim", embed_dim)
-        self.init = init
-        self.img_size = img_size
-        self.dynamic_img_size = checks.flag("dynamic_img_size", dynamic_img_size)
-        self.dynamic_img_pad = checks.flag("dynamic_img_pad", dynamic_img_pad)
-        self.patch_drop_rate = checks.rate("patch_drop_rate", patch_drop_rate)
-
-        self.patch_embed = PatchEmbed(
-            _round_up(img_size, patch_size),
-            patch_size,
-            self.in_chans,
-            embed_dim,
-            strict_img_size=False,
-            dynamic_img_pad=dynamic_img_pad,
-        )
-        self.pos_embed = nn.Parameter(torch.zeros(1, self.patch_embed.num_patches, embed_dim))
-        self.pos_drop = nn.Dropout(pos_drop_rate)
-        self.encoder = JumboEncoder(
+        encoder = JumboEncoder(
             embed_dim,
             depth,
             num_heads,
@@ -124,259 +93,114 @@ class JumboViT(nn.Module):
             norm_eps=norm_eps,
             attn_layer=attn_layer,
         )
-        self._describe_features()
-        self.head_drop = nn.Dropout(drop_rate)
-        trunc_normal_(self.pos_embed, std=0.02)
-        if init == "short":
-            self.encoder.zero_jumbo_output()
-        if global_pool is None:
-            global_pool = "jumbo" if multiplier else "token"
-        self.reset_classifier(num_classes, global_pool)
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.encoder.blocks
-
-    @property
-    def norm(self) -> nn.Module:
-        return self.encoder.norm
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        return self.encoder.num_prefix_tokens
-
-    # --- forward ---
-
-    def forward(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, keep: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """(B, C, H, W) -> (B, num_classes). ``mask`` and ``keep``: see :meth:`forward_features`."""
-        x, mask = self._embed(x, mask, keep)
-        return self.forward_head(self.encoder.forward_tokens(x, mask), mask=mask)
-
-    def forward_features(
-        self, x: torch.Tensor, mask: torch.Tensor | None = None, keep: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Normalised tokens (B, prefix + N, D).
-
-        Args:
-            x: images (B, C, H, W).
-            mask: (B, N) bool, True = real patch; padded patches are attended to by nobody.
-            keep: long index (B, K) of the patches to use; the others are dropped before the first block.
-        """
-        return self.encoder.forward_tokens(*self._embed(x, mask, keep))
-
-    def forward_head(self, x: torch.Tensor, pre_logits: bool = False, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Pool tokens (B, prefix + N, D) and classify; ``pre_logits=True`` stops before the classifier."""
-        x = self.head_drop(self.pool(x, mask))
-        return x if pre_logits else self.head(x)
-
-    def pool(self, x: torch.Tensor, mask: torch.Tensor | None = None, pool_type: str | None = None) -> torch.Tensor:
-        """Pooled vector of the tokens; the mean is over (real) patches only, never over prefix tokens.
-
-        ``pool_type`` is one of the values of ``global_pool``, which is the default.
-        """
-        pool_type = self.global_pool if pool_type is None else pool_type
-        self._check_pool(pool_type)
-        if not pool_type:
-            return x
-        jumbo, patches = self.encoder.split(x)
-        if pool_type == "token":
-            return jumbo.flatten(1)
-        if mask is None:
-            mean = patches.mean(dim=1)
-        else:
-            real = mask.unsqueeze(-1).to(patches.dtype)
-            mean = (patches * real).sum(dim=1) / real.sum(dim=1).clamp(min=1)
-        return mean if pool_type == "avg" else torch.cat([jumbo.flatten(1), mean], dim=1)
-
-    def forward_intermediates(
-        self,
-        x: torch.Tensor,
-        indices: int | list[int] | None = None,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-        stop_early: bool = False,
-        output_fmt: str = "NCHW",
-        intermediates_only: bool = False,
-        mask: torch.Tensor | None = None,
-    ) -> Any:
-        """Block outputs as timm gives them.
-
-        Args:
-            indices: the last n blocks if an int, all if None, these blocks if a list.
-            return_prefix_tokens: pair every map with its prefix tokens.
-            norm: apply the final norm to every map.
-            stop_early: do not run blocks after the last wanted one (implied by ``intermediates_only``).
-            output_fmt: "NCHW" (B, D, h, w) or "NLC" (B, N, D).
-            intermediates_only: return the maps alone instead of (final tokens, maps).
-            mask: (B, N) bool, True = real patch.
-        """
-        if output_fmt not in ("NCHW", "NLC"):
-            raise ValueError(f"output_fmt must be 'NCHW' or 'NLC', got {output_fmt!r}")
-        if self.training and self.patch_drop_rate and output_fmt == "NCHW":
-            raise ValueError(
-                f"maps have holes while patch_drop_rate is {self.patch_drop_rate}: set it to 0 or use output_fmt='NLC'"
-            )
-        take, last = _take_indices(len(self.blocks), indices)
-        grid = self.grid_of(x.shape[-2:])
-        patches, mask = self._embed(x, mask)
-        stop = last + 1 if stop_early or intermediates_only else None
-        tokens, collected = self.encoder(patches, mask, collect=take, stop=stop)
-        maps = []
-        for y in collected.values():
-            y = self.norm(y) if norm else y
-            prefix, patches = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]
-            if output_fmt == "NCHW":
-                patches = patches.transpose(1, 2).unflatten(2, grid).contiguous()
-            maps.append((patches, prefix) if return_prefix_tokens else patches)
-        return maps if intermediates_only else (self.norm(tokens), maps)
-
-    def grid_of(self, image_size: Sequence[int]) -> tuple[int, int]:
-        """Patch grid (h, w) of an image (H, W).
-
-        Raises:
-            ValueError: a side that the patch size does not divide (unless ``dynamic_img_pad``), or another size than
-                ``img_size`` while ``dynamic_img_size`` is off.
-        """
-        size, patch = tuple(image_size), self.patch_embed.patch_size
-        if not self.dynamic_img_size and size != self.img_size:
-            raise ValueError(
-                f"image is {size[0]}x{size[1]}, the model is for {self.img_size[0]}x{self.img_size[1]}; "
-                f"use dynamic_img_size=True or set_input_size"
-            )
-        _check_divides(size, patch, pad=self.dynamic_img_pad)
-        return self.patch_embed.dynamic_feat_size(size)
-
-    def _embed(
-        self, x: torch.Tensor, mask: torch.Tensor | None, keep: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if x.ndim != 4 or x.shape[1] != self.in_chans:
-            raise ValueError(f"JumboViT expects images (B, {self.in_chans}, H, W), got {tuple(x.shape)}")
-        grid = self.grid_of(x.shape[-2:])
-        patches = self.patch_embed(x)  # (B, C, H, W) -> (B, N, D)
-        patches = self.pos_drop(patches + resample_positions(self.pos_embed, self.patch_embed.grid_size, grid))
-        if mask is not None and mask.shape != patches.shape[:2]:
-            raise ValueError(f"mask must be (B, N) = {tuple(patches.shape[:2])}, got {tuple(mask.shape)}")
-        rate = checks.rate("patch_drop_rate", self.patch_drop_rate)
-        if keep is None and self.training and rate:
-            keep = random_keep(*patches.shape[:2], rate, mask=mask, device=patches.device)
-        if keep is not None:
-            patches = take_patches(patches, keep)
-            mask = None if mask is None else take_patches(mask, keep)
-        return patches, mask
-
-    # --- what timm's tools call ---
-
-    @torch.jit.ignore
-    def no_weight_decay(self) -> set[str]:
-        tokens = {"encoder.jumbo_token", "encoder.cls_token", "encoder.reg_token"}
-        return {"pos_embed"} | {n for n, _ in self.named_parameters() if n in tokens}
-
-    @torch.jit.ignore
-    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        return dict(
-            stem=r"^(?:pos_embed|patch_embed|encoder\.(?:jumbo|cls|reg)_token)",
-            # An unshared Jumbo FFN belongs to its block, the shared one to none: it counts as the last layer.
-            blocks=[
-                (r"^encoder\.(?:blocks|jumbo_mlp)\.(\d+)", None),
-                (r"^encoder\.(?:norm|jumbo_mlp)", (99999,)),
-            ],
+        super().__init__(
+            encoder,
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            global_pool=global_pool,
+            drop_rate=drop_rate,
+            pos_drop_rate=pos_drop_rate,
+            patch_drop_rate=patch_drop_rate,
+            dynamic_img_size=dynamic_img_size,
+            dynamic_img_pad=dynamic_img_pad,
+            init=init,
         )
 
-    @torch.jit.ignore
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        self.encoder.gradient_checkpointing = enable
 
-    @torch.jit.ignore
-    def get_classifier(self) -> nn.Module:
-        return self.head
+class AdventurerViT(PatchModel):
+    """Linear-time image model on Mamba-2 (Adventurer, released code), and our Jumbo-linear variant of it.
 
-    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """New head for ``num_classes`` (0 = none), initialised as the model was."""
-        if global_pool is not None:
-            self._check_pool(global_pool)
-            self.global_pool = global_pool
-            update_model_args(self, global_pool=global_pool)
-        num_classes = checks.integer("num_classes", num_classes, 0)
-        tokens = {"jumbo": self.encoder.multiplier + 1, "token": self.encoder.num_global_tokens}
-        self.num_classes = num_classes
-        self.head_hidden_size = self.embed_dim * tokens.get(self.global_pool, 1)
-        self.head = nn.Identity()
-        if num_classes:
-            like = self.pos_embed
-            self.head = nn.Linear(self.head_hidden_size, num_classes, device=like.device, dtype=like.dtype)
-            init_head(self.head, self.init)
-        self.head.train(self.training)
-        self.encoder.freeze_unreachable({"avg": "patches", "token": "global"}.get(self.global_pool, "all"))
+    Input (B, C, H, W); any H and W that the patch size divides, the position table is resampled to the grid.
+    Output (B, num_classes). Token order everywhere: patches, then the class token (or the J slices), which stands LAST
+    because the mixer is causal: ``num_prefix_tokens`` is 0.
 
-    def set_input_size(
-        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ``multiplier=J`` above 0 (timm names ``jumbo_adventurer_*``) is **our own combination**, Jumbo-linear: no paper
+    describes it and nobody has published weights for it. See :class:`AdventurerEncoder`.
+
+    The released files give the class token an entry of its own in the position table; here that entry is part of the
+    learned token (:func:`load_released` adds the two), so the table holds patches only.
+
+    Args:
+        img_size, patch_size, in_chans, num_classes, global_pool, drop_rate, pos_drop_rate, patch_drop_rate,
+            dynamic_img_size, dynamic_img_pad, init: see :class:`JumboViT`. ``global_pool`` is "token" (the class token,
+            as released) by default, "jumbo" with ``multiplier > 0``.
+        embed_dim: patch width D. Default 256.
+        depth: blocks. Default 12.
+        d_state, head_dim, expand: sizes of the mixer, see :class:`Mamba2Mixer`. Default 64, 64, 2.
+        flip: blocks that see the patches reversed: "alternate" (paper, default) or indices; released weights need
+            (2, 3), which :func:`load_released` sets.
+        multiplier: J, see above. Default 0.
+        mlp_ratio: hidden width of the SwiGLU over D. Default 2.5.
+        jumbo_mlp_ratio, share_jumbo_ffn, norm_eps, conv_kernel, chunk_size, backend: see :class:`AdventurerEncoder`.
+        drop_path_rate: a number for the released rising list, or one rate per block. Default 0.
+        proj_drop_rate: dropout inside the FFNs. Default 0.
+
+    Raises:
+        ValueError: an option outside its range, named with what was expected.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        embed_dim: int = 256,
+        depth: int = 12,
+        d_state: int = 64,
+        head_dim: int = 64,
+        expand: float = 2,
+        flip: str | Sequence[int] = "alternate",
+        multiplier: int = 0,
+        *,
+        conv_kernel: int = 4,
+        global_pool: str | None = None,
+        mlp_ratio: float = 2.5,
+        jumbo_mlp_ratio: float = 4.0,
+        share_jumbo_ffn: bool = True,
+        norm_eps: float = 1e-5,
+        drop_path_rate: float | Sequence[float] = 0.0,
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        patch_drop_rate: float = 0.0,
+        proj_drop_rate: float = 0.0,
+        dynamic_img_size: bool = True,
+        dynamic_img_pad: bool = False,
+        init: str = "released",
+        chunk_size: int | str = "auto",
+        backend: str = "auto",
     ) -> None:
-        """Change the size the position table (and, if asked, the patch projection) is made for, by resampling."""
-        img_size = checks.pair("img_size", img_size) if img_size is not None else self.img_size
-        patch_size = checks.pair("patch_size", patch_size) if patch_size is not None else self.patch_embed.patch_size
-        _check_divides(img_size, patch_size, pad=self.dynamic_img_pad)
-        old_grid = self.patch_embed.grid_size
-        self.img_size = img_size
-        self.patch_embed.set_input_size(img_size=_round_up(img_size, patch_size), patch_size=patch_size)
-        self._describe_features()
-        table = resample_positions(self.pos_embed.data, old_grid, self.patch_embed.grid_size)
-        self.pos_embed = nn.Parameter(table, requires_grad=self.pos_embed.requires_grad)
-        update_model_input_size(self, img_size, patch_size=self.patch_embed.patch_size)
-
-    def prune_intermediate_layers(
-        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
-    ) -> list[int]:
-        """Cut off the blocks after the last wanted one; the remaining Jumbo parts that maps cannot see are frozen."""
-        take, last = _take_indices(len(self.blocks), indices)
-        self.encoder.keep_blocks(last + 1)
-        if prune_norm:
-            self.encoder.norm = nn.Identity()
-        if prune_head:
-            self.reset_classifier(0, "")
-            self.encoder.freeze_unreachable("patches")
-        return take
-
-    def _check_pool(self, pool: str) -> None:
-        if pool not in POOLS or (pool == "jumbo" and not self.encoder.multiplier):
-            raise ValueError(f"global_pool must be one of {POOLS} ('jumbo' needs multiplier > 0), got {pool!r}")
-
-    def _describe_features(self) -> None:
-        """timm's description of the maps: width and stride of every block."""
-        step = self.patch_embed.patch_size
-        reduction = step[0] if step[0] == step[1] else step
-        self.feature_info = [
-            dict(module=f"encoder.blocks.{i}", num_chs=self.embed_dim, reduction=reduction)
-            for i in range(len(self.blocks))
-        ]
-
-
-def init_head(head: nn.Linear, init: str) -> None:
-    """ "released": weight 0, bias -ln(classes). "short": weight trunc-normal 0.02, bias 0."""
-    if init == "released":
-        nn.init.zeros_(head.weight)
-        nn.init.constant_(head.bias, -math.log(head.out_features))
-    else:
-        trunc_normal_(head.weight, std=0.02)
-        nn.init.zeros_(head.bias)
-
-
-def _take_indices(depth: int, indices: int | Sequence[int] | None) -> tuple[list[int], int]:
-    if isinstance(indices, Sequence) and not indices:
-        raise ValueError("indices must name at least one block, got none")
-    return feature_take_indices(depth, indices)
-
-
-def _round_up(size: tuple[int, int], patch: tuple[int, int]) -> tuple[int, int]:
-    """The size after padding: the grid of the position table is the one the padded image has."""
-    return tuple(math.ceil(length / step) * step for length, step in zip(size, patch, strict=True))
-
-
-def _check_divides(size: tuple[int, int], patch: tuple[int, int], *, pad: bool) -> None:
-    for side, length, step in zip(("height", "width"), size, patch, strict=True):
-        if length % step and not pad:
-            raise ValueError(
-                f"image {side} {length} is not a multiple of the patch size {step}; "
-                f"resize to {max(1, round(length / step)) * step} or use dynamic_img_pad=True"
-            )
+        encoder = AdventurerEncoder(
+            embed_dim,
+            depth,
+            flip=flip,
+            multiplier=multiplier,
+            d_state=d_state,
+            head_dim=head_dim,
+            expand=expand,
+            conv_kernel=conv_kernel,
+            mlp_ratio=mlp_ratio,
+            jumbo_mlp_ratio=jumbo_mlp_ratio,
+            share_jumbo_ffn=share_jumbo_ffn,
+            drop_path=drop_path_rate,
+            proj_drop=proj_drop_rate,
+            norm_eps=norm_eps,
+            chunk_size=chunk_size,
+            backend=backend,
+        )
+        super().__init__(
+            encoder,
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            global_pool=global_pool,
+            drop_rate=drop_rate,
+            pos_drop_rate=pos_drop_rate,
+            patch_drop_rate=patch_drop_rate,
+            dynamic_img_size=dynamic_img_size,
+            dynamic_img_pad=dynamic_img_pad,
+            init=init,
+        )

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
-from jumbo_core.models.image import JumboViT
+from jumbo_core.models.image import AdventurerViT, JumboViT
 from jumbo_core.models.released import to_current_names
 
 
-def checkpoint_filter_fn(state_dict: dict[str, torch.Tensor], model: JumboViT) -> dict[str, torch.Tensor]:
+def checkpoint_filter_fn(
+    state_dict: dict[str, torch.Tensor], model: JumboViT | AdventurerViT
+) -> dict[str, torch.Tensor]:
     """timm's hook: published names to ours, positions resampled to the model's grid (published tables are square)."""
     return to_current_names(state_dict, model, resample=True).weights
 
@@ -34,6 +36,23 @@ def _cfg(**kwargs) -> dict[str, Any]:
     }
 
 
+def _adventurer_cfg(**kwargs) -> dict[str, Any]:
+    """The authors' files are read by load_released from a local path; no hub name of theirs is known to us."""
+    return _cfg(
+        **{
+            "paper_ids": "arXiv:2410.07599",
+            "paper_name": "Causal Image Modeling for Efficient Visual Understanding",
+            "origin_url": "https://github.com/wangf3014/Adventurer",
+            **kwargs,
+        }
+    )
+
+
+def _linear_cfg(**kwargs) -> dict[str, Any]:
+    """Jumbo-linear is ours: no paper, no published weights."""
+    return _cfg(**{"paper_ids": None, "paper_name": None, "origin_url": None, **kwargs})
+
+
 default_cfgs = generate_default_cfgs(
     {
         **{
@@ -42,14 +61,20 @@ default_cfgs = generate_default_cfgs(
         },
         "jumbo_large_patch16_224.untrained": _cfg(),
         "test_jumbo.untrained": _cfg(input_size=(3, 32, 32)),
+        **{
+            f"adventurer_{size}_patch16_224.untrained": _adventurer_cfg() for size in ("tiny", "small", "base", "large")
+        },
+        **{f"jumbo_adventurer_{size}_patch16_224.untrained": _linear_cfg() for size in ("tiny", "small", "base")},
+        "test_adventurer.untrained": _adventurer_cfg(input_size=(3, 32, 32)),
+        "test_jumbo_adventurer.untrained": _linear_cfg(input_size=(3, 32, 32)),
     }
 )
 
 
-def _create(variant: str, pretrained: bool, **kwargs) -> JumboViT:
+def _create(variant: str, pretrained: bool, *, model_cls=JumboViT, **kwargs) -> JumboViT | AdventurerViT:
     out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
     return build_model_with_cfg(
-        JumboViT,
+        model_cls,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
@@ -106,3 +131,66 @@ def test_jumbo(pretrained: bool = False, **kwargs) -> JumboViT:
     """Tiny model for tests: 32 px, patch 8, D=16, 2 blocks, J=2."""
     args = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, num_heads=2, multiplier=2)
     return _create("test_jumbo", pretrained, **{**args, **kwargs})
+
+
+@register_model
+def adventurer_tiny_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """D=256, 12 blocks, 11.61 M parameters, class token last; :func:`load_released` reads the authors' files."""
+    args = dict(embed_dim=256, depth=12)
+    return _create("adventurer_tiny_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
+
+
+@register_model
+def adventurer_small_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """D=512, 12 blocks, 44.49 M parameters, class token last; :func:`load_released` reads the authors' files."""
+    args = dict(embed_dim=512, depth=12)
+    return _create("adventurer_small_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
+
+
+@register_model
+def adventurer_base_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """D=768, 12 blocks, 98.66 M parameters, class token last; :func:`load_released` reads the authors' files."""
+    args = dict(embed_dim=768, depth=12)
+    return _create("adventurer_base_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
+
+
+@register_model
+def adventurer_large_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """D=1024, 24 blocks, 346.20 M parameters, class token last; :func:`load_released` reads the authors' files."""
+    args = dict(embed_dim=1024, depth=24)
+    return _create("adventurer_large_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
+
+
+@register_model
+def jumbo_adventurer_tiny_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """Jumbo-linear, our own combination: D=256, 12 blocks, J=6 slices of a Jumbo token in place of the class token."""
+    args = dict(embed_dim=256, depth=12, multiplier=6)
+    return _create("jumbo_adventurer_tiny_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
+
+
+@register_model
+def jumbo_adventurer_small_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """Jumbo-linear, our own combination: D=512, 12 blocks, J=6 slices of a Jumbo token in place of the class token."""
+    args = dict(embed_dim=512, depth=12, multiplier=6)
+    return _create("jumbo_adventurer_small_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
+
+
+@register_model
+def jumbo_adventurer_base_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """Jumbo-linear, our own combination: D=768, 12 blocks, J=3 slices of a Jumbo token in place of the class token."""
+    args = dict(embed_dim=768, depth=12, multiplier=3)
+    return _create("jumbo_adventurer_base_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
+
+
+@register_model
+def test_adventurer(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """Tiny model for tests: 32 px, patch 8, D=16, 2 blocks, state 8, heads of 8."""
+    args = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, d_state=8, head_dim=8)
+    return _create("test_adventurer", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
+
+
+@register_model
+def test_jumbo_adventurer(pretrained: bool = False, **kwargs) -> AdventurerViT:
+    """Tiny Jumbo-linear model for tests: as test_adventurer, with J=2."""
+    args = dict(img_size=32, patch_size=8, embed_dim=16, depth=2, d_state=8, head_dim=8, multiplier=2)
+    return _create("test_jumbo_adventurer", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 # Names at the top level of a published Jumbo file that live inside our encoder.
 _ENCODER = ("jumbo_token", "blocks", "jumbo_mlp", "norm")
+# Blocks that the published Adventurer code reverses; its weights were trained that way.
+RELEASED_FLIP = (2, 3)
 # Where training scripts put it; averaged weights come first, as in timm.
 _WRAPPERS = ("state_dict_ema", "model_ema", "model", "state_dict", "model_state_dict", "module")
 
@@ -51,7 +54,10 @@ def load_released(
     resample: bool = False,
     grid: tuple[int, int] | None = None,
 ) -> LoadReport:
-    """Load a published Jumbo file into a :class:`JumboViT` of the same shape.
+    """Load a published file into a :class:`JumboViT` or :class:`AdventurerViT` of the same shape.
+
+    A published Adventurer file also sets the flip rule of the released code, blocks 2 and 3, and says so in the log:
+    its weights are meaningless under another one.
 
     Args:
         model: the model to fill, in place.
@@ -146,10 +152,16 @@ def to_current_names(
 ) -> Renamed:
     """Published names -> names of this library; keys that are current already pass through.
 
+    Tensors of a published Adventurer file also set the flip rule of ``model``, see :func:`load_released`.
+
     ``resample`` and ``grid``: see :func:`load_released`.
     """
     state = read_state_dict(state)
     own = model.state_dict()
+    ours = any(key.startswith("encoder.") for key in state)
+    if is_released_adventurer(state):
+        state = _from_adventurer(state)
+        _set_released_flip(model)
     out = Renamed({})
     for key, value in state.items():
         if key == "cls_token" and "encoder.cls_token" not in own:
@@ -163,7 +175,6 @@ def to_current_names(
     table = out.weights.get("pos_embed")
     if table is not None and table.ndim == 3 and "pos_embed" in own:
         target = tuple(model.patch_embed.grid_size)
-        ours = any(key.startswith("encoder.") for key in state)
         file_grid = grid_of_table(table.shape[1], target, same_layout=ours, given=grid)
         if file_grid == target:
             return out
@@ -179,4 +190,36 @@ def to_current_names(
                     f"unknown; give grid=(h, w)"
                 )
             out.weights["pos_embed"] = resample_positions(table, file_grid, target)
+    return out
+
+
+def is_released_adventurer(state: Mapping[str, torch.Tensor]) -> bool:
+    """Whether these are the tensors of a published Adventurer file."""
+    return any(key.startswith("layers.") and ".mixer." in key for key in state)
+
+
+def _set_released_flip(model: nn.Module) -> None:
+    encoder = getattr(model, "encoder", None)
+    if hasattr(encoder, "set_flip"):
+        encoder.set_flip(tuple(i for i in RELEASED_FLIP if i < len(encoder.blocks)))
+        logger.info("published Adventurer weights: flip set to blocks %s", encoder.flip)
+
+
+# Parts of a published Adventurer block under other names here: w1, w2, w3 are SwiGLU's gate, value and output.
+_ADVENTURER_PARTS = {".mlp.w1.": ".mlp.fc1_g.", ".mlp.w2.": ".mlp.fc1_x.", ".mlp.w3.": ".mlp.fc2."}
+
+
+def _from_adventurer(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A published Adventurer file under the names of a published Jumbo file."""
+    out = {}
+    for key, value in state.items():
+        key = re.sub(r"^layers\.", "blocks.", key)
+        key = re.sub(r"^norm_f\.", "norm.", key)
+        for theirs, own in _ADVENTURER_PARTS.items():
+            key = key.replace(theirs, own)
+        out[key] = value
+    table, token = out.get("pos_embed"), out.get("cls_token")
+    if table is not None and token is not None and table.ndim == 3 and table.shape[-1] == token.shape[-1]:
+        # The class token stands last and has the last entry of the table; the learned token here is their sum.
+        out["cls_token"], out["pos_embed"] = token + table[:, -1:], table[:, :-1]
     return out

@@ -1,31 +1,16 @@
-"""JumboSeries: patches of a univariate series in front of the Jumbo encoder, on torch and timm."""
+"""JumboSeries: patches of a univariate series in front of an encoder with a global token, on torch and timm."""
 
 from __future__ import annotations
-
-import operator
-from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 
-from jumbo_core.jumbo.dropping import take_patches
-from jumbo_core.jumbo.encoder import JumboEncoder, JumboOutput
+from jumbo_core import checks
+from jumbo_core.jumbo import JumboEncoder, JumboOutput, take_patches
+from jumbo_core.linear import AdventurerEncoder
 
-
-def as_size(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as a Python int; whatever counts as an integer is accepted (``np.int64`` too), a bool is not.
-
-    Raises:
-        ValueError: no integer, or one below ``least``.
-    """
-    try:
-        size = operator.index(value)
-    except TypeError:
-        size = None
-    if size is None or isinstance(value, bool) or size < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    return size
+ENCODERS = ("attention", "linear")
 
 
 def num_patches(seq_len: int, patch_len: int, stride: int) -> int:
@@ -37,7 +22,8 @@ def num_patches(seq_len: int, patch_len: int, stride: int) -> int:
     Raises:
         ValueError: a length below 1, a series shorter than one patch, a stride that skips steps.
     """
-    seq_len, patch_len, stride = as_size("seq_len", seq_len), as_size("patch_len", patch_len), as_size("stride", stride)
+    seq_len, patch_len = checks.integer("seq_len", seq_len), checks.integer("patch_len", patch_len)
+    stride = checks.integer("stride", stride)
     if stride > patch_len:
         raise ValueError(
             f"stride {stride} is longer than patch_len {patch_len}, so that {stride - patch_len} of every {stride} "
@@ -62,7 +48,7 @@ def to_patches(series: torch.Tensor, patch_len: int, stride: int) -> torch.Tenso
 
 
 class JumboSeries(nn.Module):
-    """Patching, linear embedding and learned positions in front of :class:`JumboEncoder`: (B, L) -> JumboOutput.
+    """Patching, linear embedding and learned positions in front of an encoder: (B, L) -> JumboOutput.
 
     Patching as in PatchTST (end padding, N = (L - P)//S + 2 patches); each row of the batch is one univariate series,
     so channel independence is folding channels into the batch. The values should be about unit-scale: normalise in
@@ -72,17 +58,20 @@ class JumboSeries(nn.Module):
         seq_len: L, steps of every series.
         dim: patch width D. Default 128.
         depth: blocks. Default 3.
-        num_heads: attention heads, must divide ``dim``. Default 16.
+        num_heads: attention heads, must divide ``dim``; of no effect with ``encoder="linear"``. Default 16.
         patch_len: P, steps of a patch. Default 16.
         stride: S, steps between the starts of two patches, at most P. Default 8.
         drop: dropout after embedding and positions. Default 0.
         init: "short" (Jumbo FFN output starts at zero, default: training runs on series are short) or "released"
             (trunc-normal there too).
-        **encoder: further arguments of :class:`JumboEncoder` (multiplier, registers, drop_path, …). The defaults are
-            the encoder's, but ``drop_path`` is 0.
+        encoder: "attention" (default) = :class:`JumboEncoder`; "linear" = :class:`AdventurerEncoder`, whose time and
+            memory grow linearly with L where attention's time grows with its square.
+        **options: further arguments of that encoder (multiplier, drop_path, …). The defaults are the encoder's, but
+            ``drop_path`` is 0.
 
     Raises:
         ValueError: a size out of range, a window shorter than a patch, a stride longer than a patch.
+        TypeError: an option that the encoder does not have.
     """
 
     def __init__(
@@ -96,18 +85,26 @@ class JumboSeries(nn.Module):
         stride: int = 8,
         drop: float = 0.0,
         init: str = "short",
-        **encoder: Any,
+        encoder: str = "attention",
+        **options,
     ) -> None:
         super().__init__()
+        if encoder not in ENCODERS:
+            raise ValueError(f"encoder must be one of {ENCODERS}, got {encoder!r}")
         if init not in ("released", "short"):
             raise ValueError(f"init must be 'released' or 'short', got {init!r}")
         self.num_patches = num_patches(seq_len, patch_len, stride)
-        self.seq_len, self.patch_len, self.stride = map(operator.index, (seq_len, patch_len, stride))
-        dim, depth, num_heads = as_size("dim", dim), as_size("depth", depth), as_size("num_heads", num_heads)
+        self.seq_len, self.patch_len, self.stride = map(int, (seq_len, patch_len, stride))
+        dim, depth = checks.integer("dim", dim), checks.integer("depth", depth)
+        num_heads = checks.integer("num_heads", num_heads)
         self.patch_embed = nn.Linear(self.patch_len, dim)
         self.pos_embed = nn.Parameter(torch.zeros(1, self.num_patches, dim))
         self.pos_drop = nn.Dropout(drop)
-        self.encoder = JumboEncoder(dim, depth, num_heads, **{"drop_path": 0.0, **encoder})
+        options = {"drop_path": 0.0, **options}
+        if encoder == "linear":
+            self.encoder = AdventurerEncoder(dim, depth, **options)
+        else:
+            self.encoder = JumboEncoder(dim, depth, num_heads, **options)
         trunc_normal_(self.patch_embed.weight, std=0.02)
         nn.init.zeros_(self.patch_embed.bias)
         trunc_normal_(self.pos_embed, std=0.02)
@@ -122,7 +119,7 @@ class JumboSeries(nn.Module):
         Args:
             series: values, in the dtype of the parameters.
             mask: (B, L) bool, True = a real value. What stands at the other steps has no influence: it is read as 0,
-                and a patch without any real value is attended to by nobody. Default: all real.
+                and a patch without any real value is seen by nobody. Default: all real.
             keep: long index (B, K) of the patches to use, the others are dropped before the first block
                 (:func:`jumbo_core.jumbo.random_keep` makes one). Default: all.
 

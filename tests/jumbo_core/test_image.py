@@ -307,7 +307,7 @@ def test_empty_batch():
 
 def test_mask_of_another_length_is_refused():
     image, keep = torch.randn(2, 3, 32, 32), torch.arange(4).repeat(2, 1)
-    with pytest.raises(ValueError, match=r"mask must be \(B, N\) = \(2, 16\), got \(2, 9\)"):
+    with pytest.raises(ValueError, match=r"mask must be bool \(B, N\) = \(2, 16\), got torch.bool \(2, 9\)"):
         tiny()(image, mask=torch.ones(2, 9, dtype=torch.bool), keep=keep)
 
 

@@ -1,0 +1,207 @@
+"""The Mamba-2 mixer: projection, short causal convolution, state-space scan, gated norm, projection."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from jumbo_core import checks
+from jumbo_core.linear.ssd import BACKENDS, ssd_scan
+
+
+class MixerState(NamedTuple):
+    """All that streaming carries from step to step, whatever the length so far.
+
+    inputs (B, kernel - 1, channels): the convolution's last inputs. ssm (B, H, P, N): the scan's state.
+    """
+
+    inputs: torch.Tensor
+    ssm: torch.Tensor
+
+
+class GatedRMSNorm(nn.Module):
+    """``weight * rmsnorm(y * silu(gate))`` over the last axis, in fp32 whatever the input."""
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """(…, dim), (…, dim) -> (…, dim) in the dtype of ``y``."""
+        wide = _wide(y.dtype)
+        gated = y.to(wide) * F.silu(gate.to(wide))
+        return F.rms_norm(gated, gated.shape[-1:], self.weight.to(wide), self.eps).to(y.dtype)
+
+
+class Mamba2Mixer(nn.Module):
+    """Mamba-2 with one group of B and C: (B, L, D) -> (B, L, D), causal, in time linear in L.
+
+    Source: Mamba-2 (arXiv 2405.21060) with the options of the released Adventurer code; parameter names are those of
+    the released files and of Transformers' Mamba-2, so weights go over as they are.
+
+    Args:
+        dim: width D.
+        d_state: state size N per channel. Default 64.
+        head_dim: channels P of a head; must divide ``expand * dim``. Default 64.
+        expand: inner width over D. Default 2.
+        conv_kernel: steps of the causal convolution. Default 4.
+        norm_eps: epsilon of the gated norm. Default 1e-5.
+        chunk_size, backend: of the scan, see :func:`ssd_scan`. Default "auto".
+
+    A_log, D and dt_bias are used in fp32 under autocast, and so is all that the scan accumulates.
+
+    Raises:
+        ValueError: a size below 1 or a head size that does not divide the inner width (all numbers are named).
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        d_state: int = 64,
+        head_dim: int = 64,
+        expand: float = 2,
+        conv_kernel: int = 4,
+        norm_eps: float = 1e-5,
+        chunk_size: int | str = "auto",
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self.dim, self.d_state = checks.integer("dim", dim), checks.integer("d_state", d_state)
+        self.head_dim = checks.integer("head_dim", head_dim)
+        self.conv_kernel = checks.integer("conv_kernel", conv_kernel)
+        self.inner = int(dim * checks.positive("expand", expand))
+        if not self.inner or self.inner % head_dim:
+            raise ValueError(
+                f"head_dim {head_dim} does not divide the inner width {self.inner} (expand {expand} x dim {dim})"
+            )
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+        self.num_heads = self.inner // head_dim
+        self.chunk_size = chunk_size if chunk_size == "auto" else checks.integer("chunk_size", chunk_size)
+        self.backend = backend
+        channels = self.inner + 2 * d_state  # x, B and C pass through the convolution
+        self.in_proj = nn.Linear(dim, self.inner + channels + self.num_heads, bias=False)  # [z | x B C | dt]
+        self.conv1d = nn.Conv1d(channels, channels, conv_kernel, groups=channels, padding=conv_kernel - 1)
+        self.dt_bias = nn.Parameter(torch.empty(self.num_heads))
+        self.A_log = nn.Parameter(torch.empty(self.num_heads))
+        self.D = nn.Parameter(torch.empty(self.num_heads))
+        self.norm = GatedRMSNorm(self.inner, norm_eps)
+        self.out_proj = nn.Linear(self.inner, dim, bias=False)
+        self.reset_decay()
+
+    def reset_decay(self) -> None:
+        """Mamba-2's start: A in [1, 16], step sizes log-uniform in [0.001, 0.1], skip weights 1."""
+        with torch.no_grad():
+            self.A_log.uniform_(1, 16).log_()
+            dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
+            self.D.fill_(1)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        state: MixerState | None = None,
+        return_state: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, MixerState]:
+        """Mix a sequence (B, L, D).
+
+        Args:
+            mask: (B, L) bool, True = real. Padding before, after or between real steps counts as nothing at all for
+                padding before and after them; between, it still parts the convolution's neighbours. Its output is 0.
+            state: continue after what this state has seen. Default None: the beginning.
+            return_state: also return the state after the last step, to continue with :meth:`step`.
+        """
+        if x.ndim != 3 or x.shape[-1] != self.dim or not x.shape[1]:
+            raise ValueError(f"Mamba2Mixer expects (B, L, {self.dim}) with L > 0, got {tuple(x.shape)}")
+        if mask is not None:
+            if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
+                raise ValueError(
+                    f"mask must be bool (B, L) = {tuple(x.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}"
+                )
+            x = x.masked_fill(~mask[..., None], 0)
+        gate, xbc, dt = self._project(x)
+        mixed = self._convolve(xbc, None if state is None else state.inputs)
+        inner, B, C = mixed.split([self.inner, self.d_state, self.d_state], dim=-1)
+        y, ssm = ssd_scan(
+            inner.unflatten(-1, (self.num_heads, self.head_dim)),
+            self._step_sizes(dt),
+            self._decay(),
+            B,
+            C,
+            self.D,
+            chunk_size=self.chunk_size,
+            initial_state=None if state is None else state.ssm,
+            mask=mask,
+            backend=self.backend,
+        )
+        y = self.out_proj(self.norm(y.flatten(2), gate))
+        if mask is not None:
+            y = y.masked_fill(~mask[..., None], 0)
+        if not return_state:
+            return y
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
+        return y, MixerState(self._window(xbc, state), ssm)
+
+    def step(self, x: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, MixerState]:
+        """One step of streaming: (B, D) -> (B, D) and the next state; cost and memory do not grow with the past.
+
+        The given state is not modified.
+        """
+        if x.ndim != 2 or x.shape[-1] != self.dim or len(x) != len(state.ssm):
+            raise ValueError(f"step expects ({len(state.ssm)}, {self.dim}) for this state, got {tuple(x.shape)}")
+        gate, xbc, dt = self._project(x)
+        window = torch.cat([state.inputs, xbc[:, None]], dim=1)  # (B, kernel, channels)
+        mixed = (window * self.conv1d.weight[:, 0].t()).sum(1)
+        mixed = F.silu(mixed if self.conv1d.bias is None else mixed + self.conv1d.bias)
+        inner, B, C = (t.to(state.ssm.dtype) for t in mixed.split([self.inner, self.d_state, self.d_state], dim=-1))
+        inner = inner.unflatten(-1, (self.num_heads, self.head_dim))  # (B, H, P)
+        dt = self._step_sizes(dt)  # (B, H)
+        kept = torch.exp(dt * self._decay())[..., None, None] * state.ssm
+        ssm = kept + (dt[..., None] * inner)[..., None] * B[:, None, None]  # (B, H, P, N)
+        y = (ssm * C[:, None, None]).sum(-1) + self.D[:, None] * inner
+        y = self.out_proj(self.norm(y.flatten(1).to(x.dtype), gate))
+        return y, MixerState(window[:, 1:], ssm)
+
+    def empty_state(self, batch: int, *, dtype: torch.dtype | None = None) -> MixerState:
+        """The state before the first step; ``dtype`` of the activations, default that of the weights."""
+        like = self.in_proj.weight
+        inputs = like.new_zeros(batch, self.conv_kernel - 1, self.conv1d.in_channels, dtype=dtype)
+        shape = (batch, self.num_heads, self.head_dim, self.d_state)
+        return MixerState(inputs, like.new_zeros(shape, dtype=_wide(inputs.dtype)))
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        channels = self.inner + 2 * self.d_state
+        return self.in_proj(x).split([self.inner, channels, self.num_heads], dim=-1)
+
+    def _convolve(self, xbc: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
+        """Causal convolution over steps and SiLU: (B, L, channels) -> (B, L, channels)."""
+        length = xbc.shape[1]
+        if before is not None:
+            xbc = torch.cat([before.to(xbc.dtype), xbc], dim=1)
+        out = self.conv1d(xbc.transpose(1, 2))[..., xbc.shape[1] - length : xbc.shape[1]]
+        return F.silu(out).transpose(1, 2)
+
+    def _window(self, xbc: torch.Tensor, state: MixerState | None) -> torch.Tensor:
+        """The last kernel - 1 inputs of the convolution, zeros where the sequence had not begun."""
+        before = self.empty_state(len(xbc), dtype=xbc.dtype).inputs if state is None else state.inputs.to(xbc.dtype)
+        return torch.cat([before, xbc], dim=1)[:, xbc.shape[1] :]
+
+    def _step_sizes(self, dt: torch.Tensor) -> torch.Tensor:
+        wide = _wide(dt.dtype)
+        return F.softplus(dt.to(wide) + self.dt_bias.to(wide))
+
+    def _decay(self) -> torch.Tensor:
+        return -torch.exp(self.A_log.to(_wide(self.A_log.dtype)))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -17,19 +17,30 @@ from safetensors.torch import load_file
 from torch import nn
 
 from jumbo_core.models.positions import grid_of_table, resample_positions
-from jumbo_core.models.released import LoadReport, load_released, read_state_dict
+from jumbo_core.models.released import (
+    RELEASED_FLIP,
+    LoadReport,
+    is_released_adventurer,
+    load_released,
+    read_state_dict,
+    to_current_names,
+)
 
-# Where a JumboViT may sit in a file: bare (released, timm), JumboModel, JumboForImageClassification, our backbone in a
+# Where a model may sit in a file: bare (released, timm), in a model or a classifier of Transformers, our backbone in a
 # segmentor. The longest fitting prefix is taken off.
-_PREFIXES = ("backbone.vit.", "jumbo.vit.", "vit.", "backbone.")
+_PREFIXES = ("backbone.vit.", "adventurer.vit.", "jumbo.vit.", "vit.", "backbone.")
 _BLOCK = re.compile(r"encoder\.(?:blocks|jumbo_mlp)\.(\d+)\.")
 
 
 class Weights(NamedTuple):
-    """A file's tensors under their own names, and the patch grid (h, w) of its positions where the file says so."""
+    """A file's tensors under their own names, and what it says about them beside.
+
+    grid: patch grid (h, w) of its positions. flip: the flip rule it was trained under, if it is an Adventurer's.
+    """
 
     tensors: dict[str, torch.Tensor]
-    grid: tuple[int, int] | None
+    grid: tuple[int, int] | None = None
+    flip: str | list[int] | None = None
 
 
 def load_pretrained(
@@ -40,10 +51,14 @@ def load_pretrained(
     grid: Sequence[int] | None = None,
     map_location: str = "cpu",
 ) -> LoadReport:
-    """Load a checkpoint into a :class:`mmseg_ext.JumboViT` and log what was loaded, missing and ignored.
+    """Load a checkpoint into one of our backbones and log what was loaded, missing and ignored.
+
+    An Adventurer's weights are meaningless under another flip rule than theirs, so the backbone takes over the one that
+    comes with them: blocks 2 and 3 with a published file, the one in a Transformers folder's config or in a checkpoint
+    of this backbone. A timm checkpoint names none: there the backbone's own ``flip`` must be the right one.
 
     Args:
-        backbone: filled in place.
+        backbone: :class:`mmseg_ext.JumboViT` or :class:`mmseg_ext.AdventurerViT`, filled in place.
         checkpoint: a released ``.pth``, a ``.safetensors`` file, a Transformers folder (``config.json`` and
             ``model.safetensors``), a timm checkpoint or state dict, a checkpoint of MMSegmentation; or an ``https://``
             address of such a file, which is downloaded once into torch.hub's cache.
@@ -55,29 +70,41 @@ def load_pretrained(
 
     Returns:
         LoadReport(missing, unexpected, ignored): parameters the file lacks, keys nobody knows, keys without use here
-        (heads, the final norm while ``final_norm=False``, blocks that ``out_indices`` does not need).
+        (heads, the final norm while ``final_norm=False``, blocks that ``out_indices`` does not need). Keys of a
+        published Adventurer file go under their current names.
 
     Raises:
         FileNotFoundError: no such file or folder.
         ValueError: a file that would have to execute code or is no weight file, nothing in it fits, a tensor of another
-            shape (both shapes are named), NaN or infinity in a tensor, a position table of unknown grid.
+            shape (both shapes are named), NaN or infinity in a tensor, a position table of unknown grid, an
+            Adventurer's weights for a JumboViT.
     """
     vit = backbone.vit
     weights = read_weights(checkpoint)
-    tensors, left_out, own_format = _below_prefix(weights.tensors, vit, prefix, checkpoint)
+    tensors, left_out, place = _below_prefix(weights.tensors, vit, prefix, checkpoint)
+    if any(".mixer." in key for key in tensors) and not hasattr(backbone, "set_flip"):
+        raise ValueError(
+            f"{checkpoint} holds an Adventurer, which a {type(backbone).__name__} cannot take: use type='AdventurerViT'"
+        )
+    flip = _flip_rule(weights, tensors, place)
+    tensors, without_use = _current_names(tensors, backbone)
     tensors, skipped = _without_unbuilt(tensors, backbone)
-    tensors = _fit_positions(tensors, vit, tuple(grid) if grid is not None else weights.grid, own_format, checkpoint)
+    grid = tuple(grid) if grid is not None else weights.grid
+    tensors = _fit_positions(tensors, vit, grid, place == "backbone.vit.", checkpoint)
     try:
         report = load_released(vit, tensors, grid=vit.patch_embed.grid_size)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from None
-    report = LoadReport(report.missing, report.unexpected, sorted([*report.ignored, *left_out, *skipped]))
+    ignored = sorted([*report.ignored, *left_out, *without_use, *skipped])
+    report = LoadReport(report.missing, report.unexpected, ignored)
     loaded = len(vit.state_dict()) - len(report.missing)
     print_log(
         f"{checkpoint}: loaded {loaded} tensors; missing {report.missing or 'none'}; "
         f"unexpected {report.unexpected or 'none'}; ignored {report.ignored or 'none'}",
         logger="current",
     )
+    if flip is not None:
+        _take_over(flip, backbone, checkpoint)
     return report
 
 
@@ -92,7 +119,7 @@ def read_weights(checkpoint: str | Path) -> Weights:
     if not path.is_file():
         raise FileNotFoundError(f"no weight file or folder at {path}")
     if path.suffix == ".safetensors":
-        return Weights(load_file(path), _grid_of_config(path.with_name("config.json")))
+        return _with_config(read_state_dict(load_file(path)), path.with_name("config.json"))
     try:
         # timm's checkpoints carry the command line as an argparse.Namespace: plain data, safe to rebuild.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -105,7 +132,7 @@ def read_weights(checkpoint: str | Path) -> Weights:
         ) from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected a state dict of named tensors")
-    return Weights(read_state_dict(content), None)
+    return Weights(read_state_dict(content))
 
 
 def _read_transformers_folder(folder: Path) -> Weights:
@@ -119,14 +146,18 @@ def _read_transformers_folder(folder: Path) -> Weights:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} is no Transformers model: it has no {name}")
         tensors.update(load_file(folder / name))
-    return Weights(tensors, _grid_of_config(folder / "config.json"))
+    return _with_config(tensors, folder / "config.json")
 
 
-def _grid_of_config(path: Path) -> tuple[int, int] | None:
-    """Patch grid of a Transformers config, None where there is none or it names no sizes."""
-    if not path.is_file():
-        return None
-    config = json.loads(path.read_text())
+def _with_config(tensors: dict[str, torch.Tensor], path: Path) -> Weights:
+    """Tensors and what a Transformers config says about them, where there is one."""
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    flip = config.get("flip") if config.get("model_type") == "adventurer" else None
+    return Weights(tensors, _grid_of_config(config), flip)
+
+
+def _grid_of_config(config: dict) -> tuple[int, int] | None:
+    """Patch grid of a Transformers config, None where it names no sizes."""
     pairs = []
     for key in ("image_size", "patch_size"):
         value = config.get(key)
@@ -152,8 +183,8 @@ def _download(url: str) -> Path:
 
 def _below_prefix(
     tensors: dict[str, torch.Tensor], vit: nn.Module, prefix: str | None, source: str | Path
-) -> tuple[dict[str, torch.Tensor], list[str], bool]:
-    """Tensors of the backbone without their prefix, the names of the others, and whether this backbone wrote them."""
+) -> tuple[dict[str, torch.Tensor], list[str], str]:
+    """Tensors of the backbone without their prefix, the names of the others, and that prefix."""
     chosen = prefix or ""
     if chosen and not any(key.startswith(chosen) for key in tensors):
         raise ValueError(f"{source} has no tensor below {chosen!r}: it has {sorted(tensors)[:4]}…")
@@ -162,7 +193,45 @@ def _below_prefix(
     found = next((p for p in _PREFIXES if p + embedding in inner), "")
     chosen += found
     kept = {key.removeprefix(chosen): value for key, value in tensors.items() if key.startswith(chosen)}
-    return kept, [key for key in tensors if not key.startswith(chosen)], chosen == "backbone.vit."
+    others = [key for key in tensors if not key.startswith(chosen) and key != _flip_key(chosen)]
+    return kept, others, chosen
+
+
+def _flip_key(place: str) -> str:
+    """Name of the flip rule that an AdventurerViT of ours saved beside its weights."""
+    return place.removesuffix("vit.") + "flipped"
+
+
+def _flip_rule(weights: Weights, tensors: dict[str, torch.Tensor], place: str) -> str | list[int] | None:
+    """The flip rule that comes with weights found at a place, None where nothing says it."""
+    if is_released_adventurer(tensors):
+        return list(RELEASED_FLIP)
+    saved = weights.tensors.get(_flip_key(place))
+    return weights.flip if saved is None else saved.nonzero().flatten().tolist()
+
+
+def _take_over(flip: str | list[int], backbone: nn.Module, source: str | Path) -> None:
+    before = backbone.flipped.nonzero().flatten().tolist()
+    if not isinstance(flip, str):  # blocks that a deeper model had are among the unexpected keys
+        flip = [i for i in flip if i < backbone.num_layers]
+    try:
+        backbone.set_flip(flip)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+    after = backbone.flipped.nonzero().flatten().tolist()
+    instead = "" if after == before else f", not {before} as the backbone was built"
+    print_log(f"{source}: flip set to blocks {after}, as its weights were trained{instead}", logger="current")
+
+
+def _current_names(tensors: dict[str, torch.Tensor], backbone: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """A published Adventurer file under current names, and its keys without use; other files as they are."""
+    if not is_released_adventurer(tensors):
+        return tensors, []
+    # With the model's own grid named as the file's, positions pass through: they are fitted, and logged, later.
+    renamed = to_current_names(tensors, backbone.vit, resample=False, grid=backbone.vit.patch_embed.grid_size)
+    # Renaming sets the encoder's flip rule. Here that is done last: a refused file leaves the backbone as it was.
+    backbone.set_flip(backbone.flipped.nonzero().flatten().tolist())
+    return renamed.weights, renamed.ignored
 
 
 def _without_unbuilt(

@@ -8,17 +8,17 @@ from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from torch import nn
 
-from jumbo_core.jumbo import JumboEncoder, param_groups
+from jumbo_core.jumbo import BlockStack, param_groups
 
 _OPTIONS = ("layer_decay_rate", "jumbo_lr_scale")
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class JumboLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
-    """Layer-wise learning rates for a Jumbo backbone, the common rate for heads and necks.
+    """Layer-wise learning rates for a Jumbo or Adventurer backbone, the common rate for heads and necks.
 
-    Groups are those of :func:`jumbo_core.jumbo.param_groups`: no weight decay for norms, biases, positions and tokens,
-    and a slower Jumbo FFN. In a config::
+    Groups are those of :func:`jumbo_core.jumbo.param_groups`: no weight decay for norms, biases, positions, tokens and
+    the scan's decay rates, step sizes and skips, and a slower Jumbo FFN. In a config::
 
         optim_wrapper = dict(
             type="OptimWrapper",
@@ -34,7 +34,7 @@ class JumboLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     Raises:
         ValueError: an unknown option, ``lr`` or ``weight_decay`` missing, a number out of range, or a model without a
-            ``backbone`` that holds a Jumbo encoder.
+            ``backbone`` that holds an encoder of this library.
     """
 
     def _validate_cfg(self) -> None:
@@ -52,9 +52,9 @@ class JumboLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     def __call__(self, model: nn.Module) -> OptimWrapper:
         model = getattr(model, "module", model)  # inside a DDP wrapper
         backbone = getattr(model, "backbone", None)
-        if backbone is None or not any(isinstance(m, JumboEncoder) for m in backbone.modules()):
+        if backbone is None or not any(isinstance(m, BlockStack) for m in backbone.modules()):
             raise ValueError(
-                f"{type(self).__name__} needs a model whose `backbone` is a Jumbo model, "
+                f"{type(self).__name__} needs a model whose `backbone` is a Jumbo or Adventurer model, "
                 f"got {type(model).__name__} with backbone {type(backbone).__name__}"
             )
         optimizer_cfg = dict(self.optimizer_cfg)

@@ -1,0 +1,9 @@
+# UPerNet on Adventurer-small, a student distilled from a ViT, ADE20K.
+_base_ = "./adventurer-tiny_upernet_8xb2-160k_ade20k-512x512.py"
+pretrained = "distilled/adventurer-small"
+model = dict(
+    backbone=dict(arch="small", init_cfg=dict(checkpoint=pretrained)),
+    neck=dict(embed_dim=512),
+    decode_head=dict(in_channels=[512, 512, 512, 512]),
+    auxiliary_head=dict(in_channels=512),
+)

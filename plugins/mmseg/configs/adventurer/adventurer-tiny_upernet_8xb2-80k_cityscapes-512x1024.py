@@ -1,0 +1,23 @@
+# UPerNet on Adventurer-tiny, a student distilled from a ViT, Cityscapes, 512x1024 crops, 80,000 iterations with
+# 8 GPUs x 2 images.
+_base_ = "../jumbo/jumbo-tiny_upernet_8xb2-80k_cityscapes-512x1024.py"
+
+crop_size = (512, 1024)
+# The folder in which the distillation recipe saved its student; a published .pth, a .safetensors file or a checkpoint
+# of timm or MMSegmentation works as well: --cfg-options model.backbone.init_cfg.checkpoint=…
+# To train from scratch: --cfg-options model.backbone.init_cfg=None
+pretrained = "distilled/adventurer-tiny"
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type="AdventurerViT",
+        arch="tiny",
+        img_size=crop_size,
+        out_indices=(2, 5, 8, 11),
+        drop_path_rate=0.1,
+        init_cfg=dict(type="Pretrained", checkpoint=pretrained),
+    ),
+    neck=dict(embed_dim=256),
+    decode_head=dict(in_channels=[256, 256, 256, 256]),
+    auxiliary_head=dict(in_channels=256),
+)

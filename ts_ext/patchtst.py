@@ -1,4 +1,4 @@
-"""JumboPatchTST: PatchTST's recipe around a Jumbo encoder, on torch and timm, with tsai's argument names."""
+"""JumboPatchTST: PatchTST's recipe around a Jumbo or linear encoder, on torch and timm, with tsai's argument names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from timm.layers import trunc_normal_
 from torch import nn
 
-from jumbo_core.models.series import JumboSeries, as_size
+from jumbo_core import checks
+from jumbo_core.models.series import ENCODERS, JumboSeries
 from ts_ext.scaling import RevIN
+from ts_ext.targets import check_targets, target_shape
 
 HEADS = ("forecast",)
 
@@ -27,6 +28,10 @@ class JumboPatchTST(nn.Module):
     the paper's baseline of a class token and registers. The head reads the slices as well: its input is
     [J slices joined ; N patches flattened], width (J + N) * D, so the wide token reaches the forecast directly.
 
+    For long windows ``encoder="linear"`` mixes the patches with Mamba-2 (:class:`jumbo_core.linear.AdventurerEncoder`)
+    instead of attention: time and memory grow linearly with L, where attention's time grows with its square. J slices
+    (or, with ``multiplier=0``, a class token) stand behind the patches there; the head is the same.
+
     The output has the dtype of the input; the encoder computes in the dtype of its parameters, RevIN in double
     precision, so float64 series keep their digits through a huge offset.
 
@@ -38,11 +43,19 @@ class JumboPatchTST(nn.Module):
             value per sample.
         patch_len, stride: P and S <= P; N = (L - P)//S + 2 patches. Defaults 16 and 8.
         multiplier: J, width of the Jumbo token in patches. Default 6. 0 = a class token instead.
-        registers: register tokens. Default 0.
-        d_model, n_layers, n_heads, d_ff: width D, blocks, attention heads, hidden width of the patch MLP. Defaults 128,
-            3, 16, 256.
-        dropout: after embedding, attention and linear layers. Default 0.2. Off in eval, as all the others.
-        attn_dropout, head_dropout, drop_path: on attention weights, before the head, of whole residuals. Default 0.
+        registers: register tokens, of attention alone. Default 0.
+        encoder: "attention" (default) or "linear", see above.
+        d_model, n_layers, d_ff: width D, blocks, hidden width of the patch MLP (with "linear": of its SwiGLU, which has
+            three matrices, not two). Defaults 128, 3, 256.
+        n_heads: attention heads; of no effect with "linear". Default 16.
+        d_state: state per channel of the linear encoder; of no effect with "attention". Default 16.
+        head_dim: channels of a head of the linear encoder, must divide 2 * D. Default None: the largest of 64, 32, 16,
+            … that does.
+        dropout: after embedding, attention and linear layers (with "linear": after embedding and in the FFNs). Default
+            0.2. Off in eval, as all the others.
+        head_dropout, drop_path: before the head, of whole residuals. Default 0. With "linear" a drop_path of p rises
+            from 0 in the first two blocks to just below p.
+        attn_dropout: on attention weights, of attention alone. Default 0.
         revin: normalise each window by its own statistics and undo it on the forecast. Default True.
         affine: RevIN's learned weight and bias per channel. Default False.
         head: only "forecast" exists so far.
@@ -51,14 +64,15 @@ class JumboPatchTST(nn.Module):
             outputs as inputs; else, with a warning, a learned mixture of the channels' forecasts. Its weights sum to
             one, so that shifting or scaling all inputs shifts and scales the outputs; but it starts at the plain mean
             of the channels, and with channels of different levels a short run does not get away from there.
-        jumbo_mlp_ratio, share_jumbo_ffn, layer_scale: see :class:`jumbo_core.jumbo.JumboEncoder`.
+        jumbo_mlp_ratio, share_jumbo_ffn, layer_scale: see :class:`jumbo_core.jumbo.JumboEncoder`; the last one of
+            attention alone.
         init: "short" (default) or "released", see :class:`jumbo_core.models.series.JumboSeries`.
         custom_head: what tsai passes to every class of its own making, ``partial(lin_nd_head, d=shape of a target)``.
             Only ``d`` is read: the output then has exactly the shape of the target. Any other head is refused.
 
     Raises:
-        ValueError: a size out of range (horizon 0, a window shorter than a patch, …) or an unknown head. Sizes may be
-            any integer type, numpy's included.
+        ValueError: a size out of range (horizon 0, a window shorter than a patch, …), an unknown head or encoder, an
+            option that the chosen encoder does not have. Sizes may be any integer type, numpy's included.
         TypeError: no ``seq_len``: tsai passes one only to classes with "patchtst" in their name.
 
     Warns:
@@ -76,9 +90,12 @@ class JumboPatchTST(nn.Module):
         stride: int = 8,
         multiplier: int = 6,
         registers: int = 0,
+        encoder: str = "attention",
         d_model: int = 128,
         n_layers: int = 3,
         n_heads: int = 16,
+        d_state: int = 16,
+        head_dim: int | None = None,
         d_ff: int = 256,
         dropout: float = 0.2,
         attn_dropout: float = 0.0,
@@ -103,19 +120,21 @@ class JumboPatchTST(nn.Module):
                 "their name; for any other name give it in arch_config=dict(seq_len=…)"
             )
         c_in, c_out, d_model, d_ff = (
-            as_size(name, value) for name, value in dict(c_in=c_in, c_out=c_out, d_model=d_model, d_ff=d_ff).items()
+            checks.integer(name, value)
+            for name, value in dict(c_in=c_in, c_out=c_out, d_model=d_model, d_ff=d_ff).items()
         )
-        multiplier, registers = as_size("multiplier", multiplier, 0), as_size("registers", registers, 0)
+        multiplier, registers = checks.integer("multiplier", multiplier, 0), checks.integer("registers", registers, 0)
         if not 0 < jumbo_mlp_ratio < math.inf or (multiplier and int(multiplier * d_model * jumbo_mlp_ratio) < 1):
             raise ValueError(
                 f"jumbo_mlp_ratio must be above 0 and leave the Jumbo FFN a hidden unit, got {jumbo_mlp_ratio!r}: its "
                 f"hidden width is jumbo_mlp_ratio * multiplier {multiplier} * d_model {d_model}"
             )
+        own = _own_options(encoder, d_model, registers, attn_dropout, layer_scale, d_state=d_state, head_dim=head_dim)
         if affine and not revin:
             raise ValueError("affine=True is RevIN's affine and needs revin=True")
-        target_shape = _target_shape(c_out, pred_dim, custom_head)
-        channels_out, horizon = (1, 1, *target_shape)[-2:]
-        self.c_in, self.target_shape = c_in, target_shape
+        shape = target_shape(c_out, pred_dim, custom_head)
+        channels_out, horizon = (1, 1, *shape)[-2:]
+        self.c_in, self.target_shape = c_in, shape
 
         self.revin = RevIN(c_in, affine=affine) if revin else None
         self.series = JumboSeries(
@@ -127,15 +146,14 @@ class JumboPatchTST(nn.Module):
             stride=stride,
             drop=dropout,
             init=init,
+            encoder=encoder,
             multiplier=multiplier,
-            registers=registers,
             mlp_ratio=(d_ff + 0.5) / d_model,  # the block truncates ratio * width: half a unit keeps it exactly d_ff
             jumbo_mlp_ratio=jumbo_mlp_ratio,
             share_jumbo_ffn=share_jumbo_ffn,
-            layer_scale=layer_scale,
             drop_path=drop_path,
-            attn_drop=attn_dropout,
             proj_drop=dropout,
+            **own,
         )
         self.seq_len = self.series.seq_len
         tokens = self.series.encoder.num_global_tokens + self.series.num_patches
@@ -146,7 +164,7 @@ class JumboPatchTST(nn.Module):
 
         if target_channels is None and channels_out == c_in:
             target_channels = range(c_in)
-        self.target_channels = None if target_channels is None else _check_targets(target_channels, c_in, channels_out)
+        self.target_channels = None if target_channels is None else check_targets(target_channels, c_in, channels_out)
         self.mix = None if self.target_channels is not None else nn.Parameter(torch.zeros(channels_out, c_in))
         if self.mix is not None:
             warnings.warn(
@@ -210,54 +228,36 @@ class JumboPatchTST(nn.Module):
         _repair_tsai_if_loaded()
 
 
-def _target_shape(c_out: int, pred_dim: int | Sequence[int] | None, custom_head: Any) -> tuple[int, ...]:
-    """Shape of one target: (), (H,) or (C_out, H)."""
-    if custom_head is not None:
-        shape = _shape_from_tsai(custom_head)
-        if pred_dim is not None and _sizes("pred_dim", pred_dim) not in (shape, shape[-1:]):
-            raise ValueError(f"pred_dim {pred_dim} and the targets of tsai's custom_head, {shape}, disagree")
-    elif pred_dim is None:
-        if c_out != 1:
-            raise ValueError(f"without pred_dim there is one value per sample and c_out must be 1, got {c_out}")
-        shape = ()
-    elif isinstance(pred_dim, Sequence):
-        shape = _sizes("pred_dim", pred_dim)
-    else:
-        shape = (c_out, *_sizes("pred_dim", pred_dim))
-    return shape
-
-
-def _sizes(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
-    """H, [H] or [C_out, H] as a tuple of one or two sizes."""
-    shape = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-    if not 1 <= len(shape) <= 2:
-        raise ValueError(f"{name}: a forecast has steps, [H], or channels and steps, [C_out, H]; got {given!r}")
-    return tuple(
-        as_size(part, size) for part, size in zip(("output channels", "horizon")[-len(shape) :], shape, strict=True)
-    )
-
-
-def _shape_from_tsai(custom_head: Any) -> tuple[int, ...]:
-    """The shape of a target, which tsai hands over inside the head it proposes."""
-    is_tsai = isinstance(custom_head, partial) and custom_head.func.__name__ == "lin_nd_head"
-    if not is_tsai or "d" not in custom_head.keywords:
-        raise ValueError(
-            f"JumboPatchTST brings its own head and accepts only tsai's partial(lin_nd_head, d=…), got {custom_head!r}"
-        )
-    return _sizes("d of custom_head", custom_head.keywords["d"])
-
-
-def _check_targets(channels: Sequence[int], c_in: int, channels_out: int) -> list[int]:
-    error = ValueError(
-        f"target_channels must be a list of {channels_out} of the input channels 0..{c_in - 1}, got {channels!r}"
-    )
-    try:
-        found = [as_size("channel", channel, 0) for channel in channels]
-    except (TypeError, ValueError):  # not a list, or not of integers
-        raise error from None
-    if len(found) != channels_out or max(found) >= c_in:
-        raise error
-    return found
+def _own_options(
+    encoder: str,
+    d_model: int,
+    registers: int,
+    attn_dropout: float,
+    layer_scale: float | None,
+    *,
+    d_state: int,
+    head_dim: int | None,
+) -> dict[str, Any]:
+    """Arguments that one kind of encoder alone has; what it does not have must be off."""
+    if encoder not in ENCODERS:
+        raise ValueError(f"encoder must be one of {ENCODERS}, got {encoder!r}")
+    if encoder == "attention":
+        if head_dim is not None:
+            raise ValueError(
+                f"head_dim {head_dim} is an option of encoder='linear'; the size of attention's heads is d_model "
+                f"{d_model} over n_heads"
+            )
+        return dict(registers=registers, attn_drop=attn_dropout, layer_scale=layer_scale)
+    for name, value, off in (
+        ("registers", registers, 0),
+        ("attn_dropout", attn_dropout, 0),
+        ("layer_scale", layer_scale, None),
+    ):
+        if value != off:
+            raise ValueError(f"encoder='linear' has no {name}, got {value!r}: leave it at {off} or use 'attention'")
+    if head_dim is None:
+        head_dim = math.gcd(64, 2 * d_model)
+    return dict(d_state=checks.integer("d_state", d_state), head_dim=checks.integer("head_dim", head_dim))
 
 
 def _check_values(x: torch.Tensor) -> None:

@@ -1,4 +1,7 @@
-"""Jumbo models inside Hugging Face Transformers. Importing it registers them with the Auto classes and does no more."""
+"""Jumbo and linear-time vision models inside Hugging Face Transformers.
+
+Importing it registers them with the Auto classes and does no more.
+"""
 
 try:
     from packaging.version import Version as _Version
@@ -12,20 +15,32 @@ except ImportError as error:
     ) from error
 
 from hf_ext.auto import register as _register
+from hf_ext.backbone_adventurer import AdventurerBackbone
 from hf_ext.backbone_jumbo import JumboBackbone
 from hf_ext.callbacks import PatchDropSchedule
+from hf_ext.configuration_adventurer import AdventurerConfig
 from hf_ext.configuration_jumbo import JumboConfig
+from hf_ext.distillation import LinearizerTrainer
+from hf_ext.image_processing_adventurer import adventurer_image_processor
 from hf_ext.image_processing_jumbo import jumbo_image_processor
+from hf_ext.modeling_adventurer import AdventurerForImageClassification, AdventurerModel, AdventurerPreTrainedModel
 from hf_ext.modeling_jumbo import JumboForImageClassification, JumboModel, JumboPreTrainedModel
 
 _register()
 
 __all__ = [
+    "AdventurerBackbone",
+    "AdventurerConfig",
+    "AdventurerForImageClassification",
+    "AdventurerModel",
+    "AdventurerPreTrainedModel",
     "JumboBackbone",
     "JumboConfig",
     "JumboForImageClassification",
     "JumboModel",
     "JumboPreTrainedModel",
+    "LinearizerTrainer",
     "PatchDropSchedule",
+    "adventurer_image_processor",
     "jumbo_image_processor",
 ]

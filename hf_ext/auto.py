@@ -10,16 +10,23 @@ from transformers import (
     AutoModelForImageClassification,
 )
 
+from hf_ext.backbone_adventurer import AdventurerBackbone
 from hf_ext.backbone_jumbo import JumboBackbone
+from hf_ext.configuration_adventurer import AdventurerConfig
 from hf_ext.configuration_jumbo import JumboConfig
 from hf_ext.image_processing_jumbo import IMAGE_PROCESSORS
+from hf_ext.modeling_adventurer import AdventurerForImageClassification, AdventurerModel
 from hf_ext.modeling_jumbo import JumboForImageClassification, JumboModel
 
 
 def register() -> None:
-    """Make the Auto classes know "jumbo_vit"; doing it again changes nothing."""
-    AutoConfig.register(JumboConfig.model_type, JumboConfig, exist_ok=True)
-    AutoModel.register(JumboConfig, JumboModel, exist_ok=True)
-    AutoModelForImageClassification.register(JumboConfig, JumboForImageClassification, exist_ok=True)
-    AutoBackbone.register(JumboConfig, JumboBackbone, exist_ok=True)
-    AutoImageProcessor.register(JumboConfig, image_processor_classes=dict(IMAGE_PROCESSORS), exist_ok=True)
+    """Make the Auto classes know "jumbo_vit" and "adventurer"; doing it again changes nothing."""
+    for config, model, classifier, backbone in (
+        (JumboConfig, JumboModel, JumboForImageClassification, JumboBackbone),
+        (AdventurerConfig, AdventurerModel, AdventurerForImageClassification, AdventurerBackbone),
+    ):
+        AutoConfig.register(config.model_type, config, exist_ok=True)
+        AutoModel.register(config, model, exist_ok=True)
+        AutoModelForImageClassification.register(config, classifier, exist_ok=True)
+        AutoBackbone.register(config, backbone, exist_ok=True)
+        AutoImageProcessor.register(config, image_processor_classes=dict(IMAGE_PROCESSORS), exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_ext import JumboConfig
+from hf_ext import AdventurerConfig, JumboConfig
 
 TINY = dict(
     image_size=32, patch_size=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, multiplier=2, num_labels=5
@@ -28,3 +28,20 @@ def randomised(model):
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+# --- linear-time models ---
+
+LINEAR_TINY = dict(
+    image_size=32, patch_size=8, hidden_size=16, num_hidden_layers=3, state_size=8, head_dim=8, num_labels=5
+)
+LINEAR_VARIANTS = {
+    "adventurer": {},
+    "released flips": dict(flip=[0, 2]),
+    "jumbo-linear": dict(multiplier=2),
+    "unshared, short": dict(multiplier=2, share_jumbo_ffn=False, init="short"),
+}
+
+
+def linear_config(**changes) -> AdventurerConfig:
+    return AdventurerConfig(**{**LINEAR_TINY, **changes})

@@ -43,7 +43,7 @@ def published(path: Path, size: str = "tiny", **options) -> Path:
 
 
 def test_there_is_a_block_for_every_host():
-    assert set(BLOCKS) == {"timm", "Transformers", "MMSegmentation", "tsai"}
+    assert set(BLOCKS) == {"timm", "Transformers", "MMSegmentation", "tsai", "Students"}
     for name, block in BLOCKS.items():
         assert len([line for line in block.splitlines() if line.strip()]) <= 15, name
 
@@ -54,6 +54,16 @@ def test_timm_block():
     assert done["tokens"].shape == (2, 6 + 160, 192)
     assert [tuple(m.shape) for m in done["maps"]] == [(1, 192, 16, 20)] * 2
     assert done["baseline"].num_prefix_tokens == 17
+
+
+def test_students_block(folder, capsys):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64)
+    transformers.ViTModel(config).save_pretrained("teacher")
+    done = run(BLOCKS["Students"])
+    assert "'train_loss'" in capsys.readouterr().out
+    for got, trained in zip(done["model"].parameters(), done["student"].parameters(), strict=True):
+        assert torch.equal(got, trained)
 
 
 def test_transformers_block(folder, capsys):

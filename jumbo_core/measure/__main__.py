@@ -1,20 +1,29 @@
-"""``python -m jumbo_core.measure flops``: parameters and multiply-adds of registered models, in closed form."""
+"""``python -m jumbo_core.measure``: ``flops``, closed forms of registered models; ``scan``, the scan against a peer."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 import timm
 import torch
 
+from jumbo_core.measure import scan
 from jumbo_core.measure.flops import count_parameters, multiply_adds
 from jumbo_core.measure.report import markdown_table
 
 SIZES = [f"jumbo_{size}_patch16_224" for size in ("pico", "nano", "tiny", "small", "base", "large")]
+SIZES += [f"adventurer_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
+SIZES += [f"jumbo_adventurer_{size}_patch16_224" for size in ("tiny", "small", "base")]
 
 
 def flops_table(names: list[str], image_size: int) -> str:
-    """One line a model: width, J, parameters (M), the same with the dead class token of published files, GMAC."""
+    """One line a model: width, J, parameters (M), those of the published file if there is one, GMAC.
+
+    A published file holds D numbers more: a dead class token (Jumbo), or the class token's own entry in the position
+    table, which is part of the learned token here (Adventurer).
+    """
     rows = []
     for name in names:
         with torch.device("meta"):
@@ -26,11 +35,11 @@ def flops_table(names: list[str], image_size: int) -> str:
                 model.embed_dim,
                 model.encoder.multiplier,
                 f"{parameters / 1e6:.3f}",
-                f"{(parameters + model.embed_dim) / 1e6:.3f}",
+                f"{(parameters + model.embed_dim) / 1e6:.3f}" if model.pretrained_cfg.get("hf_hub_id") else "-",
                 f"{multiply_adds(model, image_size) / 1e9:.3f}",
             ]
         )
-    header = ["timm name", "D", "J", "parameters (M)", "with the published file's dead token (M)"]
+    header = ["timm name", "D", "J", "parameters (M)", "published file (M)"]
     return markdown_table([*header, f"GMAC at {image_size} px"], rows)
 
 
@@ -38,10 +47,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m jumbo_core.measure", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     flops = commands.add_parser("flops", help="parameters and multiply-adds in closed form, as a table")
-    flops.add_argument("models", nargs="*", default=SIZES, help="timm names of Jumbo models (default: every size)")
+    flops.add_argument("models", nargs="*", default=SIZES, help="timm names of our models (default: every size)")
     flops.add_argument("--image-size", type=int, default=224, help="pixels of each side (default 224)")
+    timing = commands.add_parser("scan", help="the scan against Transformers' torch path, and how it grows with length")
+    timing.add_argument("--length", type=int, default=2048, help="steps (default 2048)")
+    timing.add_argument("--repeats", type=int, default=15, help="timed rounds, both sides taking turns (default 15)")
+    timing.add_argument("--threads", type=int, default=2, help="default 2")
+    timing.add_argument("--out", type=Path, help="write the result as JSON as well")
     options = parser.parse_args(arguments)
-    print(flops_table(options.models, options.image_size))
+    if options.command == "flops":
+        print(flops_table(options.models, options.image_size))
+        return
+    result = scan.measure(length=options.length, repeats=options.repeats, threads=options.threads)
+    print(scan.table(result))
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import importlib
 import math
-import resource
 import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 from torch.nn import functional as F
 
 from jumbo_core.linear import ssd_scan
-from jumbo_core.measure.report import environment, markdown_table
+from jumbo_core.measure.report import command_line, environment, markdown_table
 
 SHAPE = dict(batch=1, heads=24, head_dim=64, d_state=64)
 PEER_CHUNKS = (16, 32, 64, 128, 256)
@@ -46,8 +46,7 @@ def peer(tensors: dict[str, torch.Tensor], chunk: int) -> torch.Tensor:
         module = importlib.import_module("transformers.models.mamba2.modeling_mamba2")
     except ImportError as error:
         raise ImportError("the peer of this measurement is Transformers: pip install 'jumbo-vit[hf]'") from error
-    scan = module.mamba2_chunk_scan
-    scan = getattr(scan, "__wrapped__", scan)
+    scan = module.mamba2_chunk_scan.__wrapped__  # past the look-up of kernel packages
     x, dt, A, B, C, D = (tensors[name] for name in ("x", "dt", "A", "B", "C", "D"))
     return scan(x, dt, A, B[:, :, None], C[:, :, None], chunk_size=chunk, D=D, dt_softplus=False)
 
@@ -71,7 +70,11 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def peak_memory(which: str, chunk: int, length: int, threads: int) -> float:
-    """MiB that a process grows by at most during one scan; a process of its own for each, because peaks never fall."""
+    """MiB that a process grows by at most during one scan, in a process of its own.
+
+    Raises:
+        OSError: the system does not let a process reset its own peak (Linux does, /proc/self/clear_refs).
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_peak, which, chunk, length, threads).result()
 
@@ -82,9 +85,16 @@ def _peak(which: str, chunk: int, length: int, threads: int) -> float:
     with torch.inference_mode():
         call(inputs(2 * chunk, **SHAPE))  # libraries load their workspaces
         tensors = inputs(length, **SHAPE)
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
+        before = _status("VmHWM")
         call(tensors)
-        return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        return (_status("VmHWM") - before) / 1024
+
+
+def _status(name: str) -> int:
+    """A number of kB from this process's status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def measure(*, length: int = 2048, repeats: int = 15, threads: int = 2) -> dict:
@@ -108,7 +118,7 @@ def measure(*, length: int = 2048, repeats: int = 15, threads: int = 2) -> dict:
     medians = [statistics.median(growth[str(n)]) for n in LENGTHS]
     x, y = [math.log(n) for n in LENGTHS], [math.log(ms) for ms in medians]
     return {
-        "command": f"python -m jumbo_core.measure scan --length {length} --repeats {repeats} --threads {threads}",
+        "command": command_line(),
         "environment": environment(),
         "shape": {**SHAPE, "length": length, "dtype": "float32"},
         "ours_ms": spread(times["ours"]),

@@ -37,9 +37,11 @@ def _cfg(**kwargs) -> dict[str, Any]:
 
 
 def _adventurer_cfg(**kwargs) -> dict[str, Any]:
-    """The authors' files are read by load_released from a local path; no hub name of theirs is known to us."""
+    """Preprocessing of the authors' evaluation: bicubic, crop 0.875."""
     return _cfg(
         **{
+            "crop_pct": 0.875,
+            "interpolation": "bicubic",
             "paper_ids": "arXiv:2410.07599",
             "paper_name": "Causal Image Modeling for Efficient Visual Understanding",
             "origin_url": "https://github.com/wangf3014/Adventurer",
@@ -62,7 +64,10 @@ default_cfgs = generate_default_cfgs(
         "jumbo_large_patch16_224.untrained": _cfg(),
         "test_jumbo.untrained": _cfg(input_size=(3, 32, 32)),
         **{
-            f"adventurer_{size}_patch16_224.untrained": _adventurer_cfg() for size in ("tiny", "small", "base", "large")
+            f"adventurer_{size}_patch16_224.in1k": _adventurer_cfg(
+                hf_hub_id="Wangf3014/Adventurer", hf_hub_filename=f"adventurer_{size}_patch16_224.pth"
+            )
+            for size in ("tiny", "small", "base", "large")
         },
         **{f"jumbo_adventurer_{size}_patch16_224.untrained": _linear_cfg() for size in ("tiny", "small", "base")},
         "test_adventurer.untrained": _adventurer_cfg(input_size=(3, 32, 32)),
@@ -135,28 +140,28 @@ def test_jumbo(pretrained: bool = False, **kwargs) -> JumboViT:
 
 @register_model
 def adventurer_tiny_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
-    """D=256, 12 blocks, 11.61 M parameters, class token last; :func:`load_released` reads the authors' files."""
+    """D=256, 12 blocks, 11.61 M parameters, class token last; loading the authors' weights sets their flip rule."""
     args = dict(embed_dim=256, depth=12)
     return _create("adventurer_tiny_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
 
 
 @register_model
 def adventurer_small_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
-    """D=512, 12 blocks, 44.49 M parameters, class token last; :func:`load_released` reads the authors' files."""
+    """D=512, 12 blocks, 44.49 M parameters, class token last; loading the authors' weights sets their flip rule."""
     args = dict(embed_dim=512, depth=12)
     return _create("adventurer_small_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
 
 
 @register_model
 def adventurer_base_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
-    """D=768, 12 blocks, 98.66 M parameters, class token last; :func:`load_released` reads the authors' files."""
+    """D=768, 12 blocks, 98.66 M parameters, class token last; loading the authors' weights sets their flip rule."""
     args = dict(embed_dim=768, depth=12)
     return _create("adventurer_base_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
 
 
 @register_model
 def adventurer_large_patch16_224(pretrained: bool = False, **kwargs) -> AdventurerViT:
-    """D=1024, 24 blocks, 346.20 M parameters, class token last; :func:`load_released` reads the authors' files."""
+    """D=1024, 24 blocks, 346.20 M parameters, class token last; loading the authors' weights sets their flip rule."""
     args = dict(embed_dim=1024, depth=24)
     return _create("adventurer_large_patch16_224", pretrained, model_cls=AdventurerViT, **{**args, **kwargs})
 

@@ -105,7 +105,7 @@ def test_patch_drop_schedule(tmp_path):
     assert in_training == [16 - int(16 * (0.5 - 0.4 * step / 5)) for step in range(5)]
     assert {n for training, n in counts if not training} == {16}
     assert vit.patch_drop_rate == 0.25
-    with pytest.raises(ValueError, match="needs a model with a JumboViT inside, got Linear"):
+    with pytest.raises(ValueError, match="needs a Jumbo or Adventurer model, got Linear"):
         PatchDropSchedule().on_train_begin(None, None, None, model=torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"1\.5"):
         PatchDropSchedule(start=1.5)

@@ -10,7 +10,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Module and function of each package's fused scan.
+# Module and function of each package's fused scan: mamba_ssm >= 2.2, flash-linear-attention >= 0.2 (time before heads).
 KERNELS = {
     "mamba_ssm": ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined"),
     "fla": ("fla.ops.simple_gla", "chunk_simple_gla"),
@@ -20,13 +20,16 @@ KERNELS = {
 def fused_backend(x: torch.Tensor, backend: str) -> str:
     """The backend to run: "auto" becomes the first installed kernel for CUDA tensors, else "torch".
 
+    Under torch.compile and torch.export "auto" is "torch": kernels of others cut graphs or cannot be written to a file.
+
     Raises:
         ValueError: a kernel was asked for by name and cannot run: x is not on CUDA, is fp64, or it is not installed.
     """
-    if backend == "torch" or (backend == "auto" and (not x.is_cuda or x.dtype == torch.float64)):
+    if backend == "torch":
         return "torch"
     if backend == "auto":
-        return _first_installed()
+        recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        return "torch" if recorded or not x.is_cuda or x.dtype == torch.float64 else _first_installed()
     if not x.is_cuda or x.dtype == torch.float64:
         raise ValueError(
             f"backend {backend!r} runs fp32, fp16 and bf16 tensors on CUDA, x is {x.dtype} on {x.device}: "

@@ -10,8 +10,9 @@ SHARED ?= $(or $(JUMBO_SHARED),../shared)
 demo: $(INSTALLED)
 	$(PY) -m demo --out out/demo
 
+# A file at a time on each core, each on one thread: small tensors gain nothing from more.
 test: $(INSTALLED)
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --dist loadfile
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check .
@@ -22,6 +23,9 @@ bench: $(INSTALLED)
 	$(PY) -m benchmarks.cifar --quick --data $(SHARED)/data/cifar10 --out out/bench/cifar.json
 	$(PY) -m benchmarks.camvid --quick --data $(SHARED)/data/camvid --out out/bench/camvid.json
 	$(PY) -m benchmarks.etth1 --quick --data $(SHARED)/data/series/ETTh1.csv --out out/bench/etth1.json
+	$(PY) -m benchmarks.distill --quick --data $(SHARED)/data/cifar10 --out out/bench/distill.json
+	$(PY) -m benchmarks.distill_camvid --quick --data $(SHARED)/data/camvid --models out/distill --out out/bench/distill_camvid.json
+	$(PY) -m jumbo_core.measure scan --out out/bench/scan.json
 
 # A real fresh environment with the wheel and no extras; slow, so not part of the tests (they check the same by blocking imports).
 wheel-check: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""``python -m jumbo_core.measure``: ``flops``, closed forms of registered models; ``scan``, the scan against a peer."""
+"""``python -m jumbo_core.measure``: ``flops`` (closed forms), ``scan`` (against a peer), ``images`` (growing size)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import timm
 import torch
 
-from jumbo_core.measure import scan
+from jumbo_core.measure import images, scan
 from jumbo_core.measure.flops import count_parameters, multiply_adds
 from jumbo_core.measure.report import markdown_table
 
@@ -49,17 +49,22 @@ def main(arguments: list[str] | None = None) -> None:
     flops = commands.add_parser("flops", help="parameters and multiply-adds in closed form, as a table")
     flops.add_argument("models", nargs="*", default=SIZES, help="timm names of our models (default: every size)")
     flops.add_argument("--image-size", type=int, default=224, help="pixels of each side (default 224)")
-    timing = commands.add_parser("scan", help="the scan against Transformers' torch path, and how it grows with length")
-    timing.add_argument("--length", type=int, default=2048, help="steps (default 2048)")
-    timing.add_argument("--repeats", type=int, default=15, help="timed rounds, both sides taking turns (default 15)")
-    timing.add_argument("--threads", type=int, default=2, help="default 2")
-    timing.add_argument("--out", type=Path, help="write the result as JSON as well")
+    for name, repeats, purpose in (
+        ("scan", 15, "the scan against Transformers' torch path, and how it grows with length"),
+        ("images", 5, "models of one width on images up to 1024x2048"),
+    ):
+        timing = commands.add_parser(name, help=purpose)
+        timing.add_argument("--repeats", type=int, default=repeats, help=f"timed rounds (default {repeats})")
+        timing.add_argument("--threads", type=int, default=2, help="default 2")
+        timing.add_argument("--out", type=Path, help="write the result as JSON as well")
     options = parser.parse_args(arguments)
     if options.command == "flops":
         print(flops_table(options.models, options.image_size))
         return
-    result = scan.measure(length=options.length, repeats=options.repeats, threads=options.threads)
-    print(scan.table(result))
+    module = {"scan": scan, "images": images}[options.command]
+    result = module.measure(repeats=options.repeats, threads=options.threads)
+    result["table"] = module.table(result)
+    print(result["table"])
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -57,6 +57,14 @@ def test_every_registered_model_at_tiny_size(name):
     assert without_gradient(model) == []
 
 
+@pytest.mark.parametrize("name", timm.list_models("*adventurer*"))
+def test_every_linear_model_at_tiny_size(name):
+    small = dict(img_size=32, patch_size=16, num_classes=5, embed_dim=24, depth=2, d_state=8, head_dim=8)
+    model = randomised(timm.create_model(name, **small))
+    model(torch.randn(2, 3, 32, 32)).square().sum().backward()
+    assert without_gradient(model) == []
+
+
 def test_the_check_sees_a_dead_parameter(monkeypatch):
     monkeypatch.setattr("jumbo_core.jumbo.JumboEncoder.freeze_unreachable", lambda self, reads="patches": None)
     for pool in ("avg", "token"):

@@ -30,6 +30,18 @@ def test_each_rate_acts_in_training():
     assert torch.equal(quiet(image), quiet(image))
 
 
+def test_linear_models():
+    image = torch.randn(4, 3, 32, 32)
+    rates = dict(drop_rate=0.5, pos_drop_rate=0.5, proj_drop_rate=0.5, drop_path_rate=[0.5, 0.5], patch_drop_rate=0.5)
+    for name in ("test_adventurer", "test_jumbo_adventurer"):
+        for rate, value in rates.items():
+            model = timm.create_model(name, num_classes=5, init="short", **{rate: value}).train()
+            assert not torch.equal(model(image), model(image)), rate
+            assert torch.equal(model.eval()(image), model(image))
+        quiet = timm.create_model(name, num_classes=5, init="short").train()
+        assert torch.equal(quiet(image), quiet(image))
+
+
 SERIES = dict(patch_len=8, stride=4, d_model=16, n_layers=2, n_heads=2, d_ff=24, dropout=0.0)
 SERIES_RATES = ("dropout", "attn_dropout", "head_dropout", "drop_path")
 

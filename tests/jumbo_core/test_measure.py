@@ -1,0 +1,54 @@
+"""The timing commands on small inputs: correctness gate, numbers that hang together, tables."""
+
+import pytest
+import torch
+
+from jumbo_core.measure import images, scan
+from jumbo_core.measure.memory import peak_memory
+from jumbo_core.measure.turns import take_turns
+
+
+@pytest.fixture(autouse=True)
+def _threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_scan(monkeypatch):
+    monkeypatch.setattr(scan, "PEER_CHUNKS", (16, 32))
+    result = scan.measure(length=128, repeats=3, threads=1, lengths=(128, 256))
+    assert result["peer_best_chunk"] in (16, 32) and set(result["growth_ms"]) == {"128", "256"}
+    assert result["ratio"] > 0 and min(result["peak_MiB"].values()) >= 0
+    low, high = result["ours_ms"]["quartiles"]
+    assert low <= result["ours_ms"]["median"] <= high
+    assert scan.table(result).count("\n") == 2
+
+
+def test_nothing_is_timed_when_the_two_differ(monkeypatch):
+    monkeypatch.setattr(scan, "ours", lambda tensors: torch.zeros_like(tensors["x"]))
+    with pytest.raises(RuntimeError, match=r"differ by .*nothing was timed"):
+        scan.measure(length=64, repeats=1, threads=1, lengths=(64,))
+
+
+def test_images():
+    result = images.measure(sizes=((32, 48),), repeats=2, threads=1)
+    rows = {row["model"]: row for row in result["rows"]}
+    assert set(rows) == set(images.MODELS) and rows["ViT + 16 registers"]["times_vit"] == 1
+    assert all(row["GMAC"] > 0 and row["ms"]["median"] > 0 for row in result["rows"])
+    assert images.table(result).count("\n") == 5
+
+
+def test_calls_take_turns():
+    order = []
+    times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
+    assert order == ["a", "b"] * 5 and len(times["a"]) == len(times["b"]) == 3
+
+
+def megabytes(count: int):
+    return lambda: torch.ones(count << 18)  # fp32
+
+
+def test_peak_memory_sees_what_a_call_takes():
+    assert 60 < peak_memory(megabytes, 64, threads=1) < 80
+    assert peak_memory(megabytes, 1, threads=1) < 10

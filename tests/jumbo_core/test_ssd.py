@@ -158,7 +158,7 @@ def test_memory_holds_no_decay_matrices_of_the_whole_sequence():
         y, _ = ssd_scan(**inputs, chunk_size=64)
         saved = y.grad_fn.saved_tensors
         y.sum().backward()
-    assert seen.numel <= 1 << 19
+    assert seen.numel <= 1 << 20
     assert sum(t.numel() for t in saved if t is not None) < 1.1 * (
         sum(t.numel() for t in inputs.values()) + 8192 // 64 * 16 * 4 * 32  # and a state per chunk
     )

@@ -17,6 +17,9 @@ from torch.autograd.function import once_differentiable
 
 # Pairs of steps, times heads and samples, worked on at once: 4 MB of fp32, what caches hold and few enough calls.
 PAIRS_AT_ONCE = 1 << 20
+# Decays below exp(FLOOR) are taken for it, a share of 1e-26 (1e-260 in fp64) that no sum here can notice: decays beyond
+# that are denormal numbers, on which processors are up to a hundred times slower.
+FLOOR = {torch.float32: -60.0, torch.float64: -600.0}
 
 
 class Span(NamedTuple):
@@ -27,10 +30,10 @@ class Span(NamedTuple):
     B: torch.Tensor  # (b, c, q, N)
     C: torch.Tensor  # (b, c, q, N)
     u: torch.Tensor  # dt * x, heads first (b, c, H, q, P)
-    pairs: torch.Tensor  # L, 0 above the diagonal (b, c, H, q, q)
+    pairs: torch.Tensor  # L at and below the diagonal, something finite above it (b, c, H, q, q)
     from_start: torch.Tensor  # decay since the chunk began (b, c, q, H)
     to_end: torch.Tensor  # decay until the chunk ends (b, c, q, H)
-    scores: torch.Tensor  # C B^T, once for all heads (b, c, 1, q, q)
+    scores: torch.Tensor  # C B^T, once for all heads, 0 above the diagonal (b, c, 1, q, q)
 
 
 def scan_chunks(
@@ -146,7 +149,7 @@ def _span_backward(span: Span, A: torch.Tensor, before: torch.Tensor, dy: torch.
 
     dy_heads = dy.transpose(2, 3).contiguous()  # (b, c, H, q, P)
     from_pairs = (dy_heads @ span.u.transpose(3, 4)).mul_(span.pairs)  # (b, c, H, q, q)
-    dscores = from_pairs.sum(dim=2)  # (b, c, q, q)
+    dscores = from_pairs.sum(dim=2).tril_()  # (b, c, q, q)
     from_pairs.mul_(span.scores)
     pushed = (span.B @ after.flatten(2, 3).transpose(2, 3)).unflatten(3, heads)  # (b, c, q, H, P)
     du = pushed * span.to_end[..., None]
@@ -178,8 +181,8 @@ def _span(x, dt, A, B, C, q: int, dtype: torch.dtype) -> Span:
     if dtype != torch.float64:  # fp64 = high + low parts in fp32; their differences keep the digits that matter
         low = (by_head - high).to(dtype)
         pairs = pairs.add_(low[..., :, None]).sub_(low[..., None, :])
-    # Above the diagonal an exponential could be infinite: masked before it.
-    pairs = pairs.add_(torch.full((q, q), float("-inf"), dtype=dtype, device=x.device).triu_(1)).exp_()
+    # Above the diagonal an exponential could be infinite: cut off before it, zeroed by the scores after.
+    pairs = pairs.clamp(min=FLOOR[dtype], max=0).exp() if _functional() else pairs.clamp_(FLOOR[dtype], 0).exp_()
     if _functional():
         u = (x * dt[..., None]).transpose(2, 3)
     else:  # written heads first at once, as the matrix product wants it
@@ -192,9 +195,9 @@ def _span(x, dt, A, B, C, q: int, dtype: torch.dtype) -> Span:
         C=C,
         u=u,
         pairs=pairs,
-        from_start=sums.to(dtype).exp(),
-        to_end=(sums[:, :, -1:] - sums).to(dtype).exp(),
-        scores=(C @ B.transpose(2, 3))[:, :, None],
+        from_start=sums.to(dtype).clamp(min=FLOOR[dtype]).exp(),
+        to_end=(sums[:, :, -1:] - sums).to(dtype).clamp(min=FLOOR[dtype]).exp(),
+        scores=(C @ B.transpose(2, 3)).tril()[:, :, None],
     )
 
 

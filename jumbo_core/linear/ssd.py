@@ -57,7 +57,8 @@ def ssd_scan(
         Decay and accumulation are fp32 at least, under autocast too.
 
     Raises:
-        ValueError: shapes that do not fit (the sizes that clash are named), an unknown backend or one that cannot run.
+        ValueError: shapes that do not fit (the sizes that clash are named), an unknown backend or one that cannot run;
+            on CPU also a positive A or a negative dt.
     """
     _check_shapes(x, dt, A, B, C, D, initial_state, mask)
     if backend not in BACKENDS:
@@ -149,5 +150,10 @@ def _check_shapes(x, dt, A, B, C, D, initial_state, mask) -> None:
             )
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool with True for real steps, got {mask.dtype}")
+    if not torch.compiler.is_compiling() and x.device.type == "cpu":  # elsewhere looking would wait for the device
+        if (A > 0).any():
+            raise ValueError(f"A must not be positive, the state would grow: got {A.max():.3g}; pass -exp(A_log)")
+        if (dt < 0).any():
+            raise ValueError(f"dt must not be negative, got {dt.min():.3g}; pass softplus(dt + dt_bias)")
     if not x.is_floating_point():
         raise ValueError(f"x must be floating point, got {x.dtype}")

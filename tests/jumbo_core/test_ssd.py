@@ -74,6 +74,13 @@ def test_long_decay_keeps_its_digits():
     assert max_error(naive, exact) > 1e-5  # so this input would show it
 
 
+def test_nan_is_not_lost():
+    for name in ("x", "dt", "A", "B", "C"):
+        inputs = {k: v.float() for k, v in scan_inputs(1, 70, 1, 2, 2, skip=False).items()}
+        inputs[name].view(-1)[0] = float("nan")
+        assert ssd_scan(**inputs)[0].isnan().any(), name
+
+
 @pytest.mark.parametrize("extreme", [1e-30, 1e4, 1e30])
 def test_extreme_steps_stay_finite(extreme):
     inputs = {name: t.float() for name, t in scan_inputs(1, 70, 2, 4, 4).items()}
@@ -200,7 +207,7 @@ def test_export_with_dynamic_batch():
     ("change", "message"),
     [
         (dict(dt=torch.ones(2, 5, 3)), r"dt must have shape \(2, 5, 2\).*got \(2, 5, 3\)"),
-        (dict(A=torch.ones(3)), r"A must have shape \(2,\)"),
+        (dict(A=-torch.ones(3)), r"A must have shape \(2,\)"),
         (dict(B=torch.ones(2, 5, 1, 4)), r"B must be \(batch, length, state\)"),
         (dict(C=torch.ones(2, 5, 3)), r"C must have shape \(2, 5, 4\)"),
         (dict(D=torch.ones(1)), r"D must have shape \(2,\)"),
@@ -211,6 +218,8 @@ def test_export_with_dynamic_batch():
         (dict(x=torch.ones(2, 5, 2, 3, dtype=torch.long)), "floating point, got torch.int64"),
         (dict(chunk_size=0), "chunk_size must be an integer of at least 1, got 0"),
         (dict(chunk_size="big"), "chunk_size must be"),
+        (dict(A=torch.tensor([-1.0, 0.5])), r"A must not be positive.*got 0.5"),
+        (dict(dt=torch.full((2, 5, 2), -0.25)), r"dt must not be negative, got -0.25"),
         (dict(backend="cuda"), r"backend must be one of .*got 'cuda'"),
         (dict(backend="mamba_ssm"), r"'mamba_ssm' runs .*on CUDA, x is torch.float32 on cpu"),
         (dict(backend="fla"), r"'fla' runs .*on CUDA"),

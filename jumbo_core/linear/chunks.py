@@ -10,6 +10,7 @@ head) are made anew in the backward pass, a few chunks at a time, so that they s
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -49,27 +50,66 @@ def scan_chunks(
     keep_states: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(y, last state, states before every chunk (b, chunks, H, P, N) if kept); arguments as for :func:`ssd_scan`."""
-    outputs, starts = [], []
-    dtype = state.dtype
+    outputs, starts, space = [], [], Workspace()
+    dtype, batch, whole = state.dtype, x.shape[0], None
     for begin, end, q in spans(x, chunk_size):
-        span = _span(x[:, begin:end], dt[:, begin:end], A, B[:, begin:end], C[:, begin:end], q, dtype)
-        heads = span.x.shape[3:]
+        span = _span(x[:, begin:end], dt[:, begin:end], A, B[:, begin:end], C[:, begin:end], q, dtype, space)
+        c, _, heads, channels = span.x.shape[1:]
+        flat_B, flat_C = span.B.flatten(0, 1), span.C.flatten(0, 1)  # (b*c, q, N)
         # What the chunks add to the state: one matrix product for all heads.
-        weighted = (span.x * (span.dt * span.to_end)[..., None]).flatten(3)  # (b, c, q, H*P)
-        added = (weighted.transpose(2, 3) @ span.B).unflatten(2, heads)  # (b, c, H, P, N)
-        before, state = _advance(added, span.from_start[:, :, -1], state)
-        y = (span.C @ before.flatten(2, 3).transpose(2, 3)).unflatten(3, heads)  # carried over (b, c, q, H, P)
-        y = y.mul_(span.from_start[..., None])
-        y = y.add_((_masked(span) @ span.u).transpose(2, 3))  # from inside the chunk
+        weighted = torch.mul(
+            span.x, (span.dt * span.to_end)[..., None], out=space(span.x, "weighted", batch, c, q, heads, channels)
+        ).reshape(batch * c, q, heads * channels)
+        added = torch.bmm(
+            weighted.transpose(1, 2), flat_B, out=space(x, "added", batch * c, heads * channels, flat_B.shape[-1])
+        ).view(batch, c, heads, channels, -1)
+        before, state = _advance(added, span.from_start[:, :, -1], state, None if keep_states else space)
+        # What the chunks make of the state before them (b*c, q, H*P), and of their own steps (b*c*H, q, P).
+        carried = torch.bmm(
+            flat_C, before.view(batch * c, heads * channels, -1).transpose(1, 2),
+            out=space(x, "carried", batch * c, q, heads * channels),
+        )  # fmt: skip
+        inside = torch.bmm(
+            _masked(span).view(batch * c * heads, q, q), span.u.reshape(batch * c * heads, q, channels),
+            out=space(x, "inside", batch * c * heads, q, channels),
+        )  # fmt: skip
+        y = carried.view(span.x.shape).mul_(span.from_start[..., None])
+        y = y.add_(inside.view(batch, c, heads, q, channels).transpose(2, 3))
         if D is not None:
             y = y.addcmul_(span.x, D.to(dtype)[:, None])
-        outputs.append(y.flatten(1, 2).to(x.dtype))
+        if _functional():
+            outputs.append(y.flatten(1, 2).to(x.dtype))
+        else:
+            whole = x.new_empty(x.shape) if whole is None else whole
+            whole[:, begin:end].copy_(y.flatten(1, 2))
         if keep_states:
             starts.append(before)
-    return _cat(outputs), state, _cat(starts) if keep_states else None
+    return _cat(outputs) if whole is None else whole, state, _cat(starts) if keep_states else None
 
 
-def _advance(added: torch.Tensor, total: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+class Workspace:
+    """Buffers that one run of spans after the other writes into: fresh memory costs more than filling it.
+
+    Called with a tensor of the wanted dtype and device, a name and a shape; gives None while somebody records what
+    happens, for whom every result must be a new tensor.
+    """
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, torch.Tensor] = {}
+
+    def __call__(self, like: torch.Tensor, name: str, *shape: int) -> torch.Tensor | None:
+        if _functional():
+            return None
+        size = math.prod(shape)
+        if name not in self.buffers or self.buffers[name].numel() < size:
+            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+            self.buffers[name] = torch.empty(size, dtype=dtype, device=like.device)
+        return self.buffers[name][:size].view(shape)
+
+
+def _advance(
+    added: torch.Tensor, total: torch.Tensor, state: torch.Tensor, space: Workspace | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Hand the state from chunk to chunk: states before every chunk (b, c, H, P, N) and the one after the last.
 
     ``total`` (b, c, H): decay over a whole chunk.
@@ -81,7 +121,7 @@ def _advance(added: torch.Tensor, total: torch.Tensor, state: torch.Tensor) -> t
             before.append(state)
             state = torch.addcmul(added[:, k], total[:, k], state)
         return torch.stack(before, dim=1), state
-    before = torch.empty_like(added)
+    before = torch.empty_like(added) if space is None else space(added, "before", *added.shape)
     before[:, 0] = state
     for k in range(1, count):
         torch.addcmul(added[:, k - 1], total[:, k - 1], before[:, k - 1], out=before[:, k])
@@ -119,9 +159,9 @@ class ChunkedScan(torch.autograd.Function):
         grad_B, grad_C = torch.empty_like(B), torch.empty_like(C)
         grad_A = torch.zeros(A.shape, dtype=torch.float64, device=A.device)
         grad_D = None if D is None else torch.zeros(D.shape, dtype=torch.float64, device=D.device)
-        grad_state, last = grad_state.to(dtype), starts.shape[1]
+        grad_state, last, space = grad_state.to(dtype), starts.shape[1], Workspace()
         for begin, end, q in reversed(list(spans(x, ctx.chunk_size))):
-            span = _span(x[:, begin:end], dt[:, begin:end], A, B[:, begin:end], C[:, begin:end], q, dtype)
+            span = _span(x[:, begin:end], dt[:, begin:end], A, B[:, begin:end], C[:, begin:end], q, dtype, space)
             count = span.x.shape[1]
             before = starts[:, last - count : last]
             last -= count
@@ -169,25 +209,23 @@ def _span_backward(span: Span, A: torch.Tensor, before: torch.Tensor, dy: torch.
     return du.mul_(span.dt[..., None]), ddt, da, dB, dC, grad_state
 
 
-def _span(x, dt, A, B, C, q: int, dtype: torch.dtype) -> Span:
+def _span(x, dt, A, B, C, q: int, dtype: torch.dtype, space: Workspace) -> Span:
     """Cut steps into chunks of q and compute their decays, in the accumulation dtype."""
     x, dt, B, C = (part.to(dtype).unflatten(1, (-1, q)) for part in (x, dt, B, C))
+    batch, c, _, heads, channels = x.shape
     # Sums of logarithms over a stretch of steps are differences of running sums. In fp32 such a difference has lost the
     # digits of the larger sum, so running sums are fp64: one number per step and head, next to nothing.
     sums = (dt * A.to(dtype)).double().cumsum(2)  # (b, c, q, H)
     by_head = sums.transpose(2, 3).contiguous()
     high = by_head.to(dtype)
-    pairs = high[..., :, None] - high[..., None, :]
+    pairs = torch.sub(high[..., :, None], high[..., None, :], out=space(x, "pairs", batch, c, heads, q, q))
     if dtype != torch.float64:  # fp64 = high + low parts in fp32; their differences keep the digits that matter
         low = (by_head - high).to(dtype)
         pairs = pairs.add_(low[..., :, None]).sub_(low[..., None, :])
     # Above the diagonal an exponential could be infinite: cut off before it, zeroed by the scores after.
-    pairs = pairs.clamp(min=FLOOR[dtype], max=0).exp() if _functional() else pairs.clamp_(FLOOR[dtype], 0).exp_()
-    if _functional():
-        u = (x * dt[..., None]).transpose(2, 3)
-    else:  # written heads first at once, as the matrix product wants it
-        u = x.new_empty(*x.shape[:2], x.shape[3], q, x.shape[4])
-        torch.mul(x.transpose(2, 3), dt.transpose(2, 3)[..., None], out=u)
+    floor = FLOOR[dtype]
+    pairs = pairs.clamp(floor, 0).exp() if _functional() else pairs.clamp_(floor, 0).exp_()
+    u = torch.mul(x.transpose(2, 3), dt.transpose(2, 3)[..., None], out=space(x, "u", batch, c, heads, q, channels))
     return Span(
         x=x,
         dt=dt,
@@ -195,8 +233,8 @@ def _span(x, dt, A, B, C, q: int, dtype: torch.dtype) -> Span:
         C=C,
         u=u,
         pairs=pairs,
-        from_start=sums.to(dtype).clamp(min=FLOOR[dtype]).exp(),
-        to_end=(sums[:, :, -1:] - sums).to(dtype).clamp(min=FLOOR[dtype]).exp(),
+        from_start=sums.to(dtype).clamp(min=floor).exp(),
+        to_end=(sums[:, :, -1:] - sums).to(dtype).clamp(min=floor).exp(),
         scores=(C @ B.transpose(2, 3)).tril()[:, :, None],
     )
 

@@ -224,7 +224,7 @@ def _span(x, dt, A, B, C, q: int, dtype: torch.dtype, space: Workspace) -> Span:
         pairs = pairs.add_(low[..., :, None]).sub_(low[..., None, :])
     # Above the diagonal an exponential could be infinite: cut off before it, zeroed by the scores after.
     floor = FLOOR[dtype]
-    pairs = pairs.clamp(floor, 0).exp() if _functional() else pairs.clamp_(floor, 0).exp_()
+    pairs = pairs.clamp(floor, 0.0).exp() if _functional() else pairs.clamp_(floor, 0.0).exp_()
     u = torch.mul(x.transpose(2, 3), dt.transpose(2, 3)[..., None], out=space(x, "u", batch, c, heads, q, channels))
     return Span(
         x=x,

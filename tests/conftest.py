@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import jumbo_core  # noqa: F401 (registers the models with timm)
+
 SHARED = Path(os.environ.get("JUMBO_SHARED", Path(__file__).resolve().parents[2] / "shared"))
 
 

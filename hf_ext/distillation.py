@@ -16,6 +16,7 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, Trainer, 
 from transformers.trainer_optimizer import is_optimizer_factory
 from transformers.trainer_utils import EvalLoopOutput
 
+from jumbo_core import checks
 from jumbo_core.distill import ViTLinearizer
 from jumbo_core.distill.stages import vit_features
 from jumbo_core.jumbo import param_groups
@@ -113,7 +114,7 @@ class LinearizerTrainer(Trainer):
             normalize_target=normalize_target,
             resample_teacher=resample_teacher,
         )
-        self.jumbo_lr_scale = jumbo_lr_scale
+        self.jumbo_lr_scale = checks.positive("jumbo_lr_scale", jumbo_lr_scale)
         self._sums, self._steps = None, 0.0
         super().__init__(linearizer, args, **trainer)
         self._check_arguments()
@@ -233,7 +234,11 @@ class LinearizerTrainer(Trainer):
                 f"student goes on as LinearizerTrainer(AutoModel.from_pretrained({str(resume_from_checkpoint)!r}), …)"
             )
         super()._load_from_checkpoint(resume_from_checkpoint, self.student)
-        self.linearizer.load_state_dict(load_file(extras), strict=False)  # the student has its own file
+        state = load_file(extras)
+        report = self.linearizer.load_state_dict(state, strict=False)  # the student has its own file
+        missing = [key for key in report.missing_keys if not key.startswith("student.")]
+        if missing or report.unexpected_keys:
+            raise ValueError(f"{extras} is damaged: it lacks {missing} and holds {report.unexpected_keys} besides")
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)

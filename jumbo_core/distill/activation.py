@@ -8,6 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from jumbo_core import checks
+from jumbo_core.distill.finite import check_finite
 
 
 def activation_map(features: torch.Tensor) -> torch.Tensor:
@@ -16,7 +17,7 @@ def activation_map(features: torch.Tensor) -> torch.Tensor:
     A zero vector has cosine 0 with every token, itself included. Half precision is computed and returned in float32.
 
     Raises:
-        ValueError: not a floating point tensor (B, n, D).
+        ValueError: not a floating point tensor (B, n, D), or NaN or infinity in it.
     """
     _check_features("features", features)
     with _full_precision(features):
@@ -53,7 +54,8 @@ def activation_matching_loss(
         A scalar; float32 under autocast and for half precision, float64 for float64.
 
     Raises:
-        ValueError: another number of stages, tokens or samples on the two sides, no token, or not floating point.
+        ValueError: another number of stages, tokens or samples on the two sides, no token, not floating point, NaN or
+            infinity in the features (not looked for under ``torch.compile``).
     """
     row_block = checks.integer("row_block", row_block)
     teacher = [teacher] if isinstance(teacher, torch.Tensor) else list(teacher)
@@ -162,3 +164,4 @@ def _check_features(name: str, features: torch.Tensor) -> None:
             f"{name} must be floating point features (B, n, D) with no empty side, "
             f"got {features.dtype} {tuple(features.shape)}"
         )
+    check_finite([name], [features])

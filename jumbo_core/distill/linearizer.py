@@ -13,7 +13,7 @@ from torch import nn
 
 from jumbo_core import checks
 from jumbo_core.distill.activation import activation_matching_loss
-from jumbo_core.distill.masked import check_mask_ratio, prediction_loss, random_mask
+from jumbo_core.distill.masked import check_mask_ratio, masked_count, prediction_loss, random_mask
 from jumbo_core.distill.stages import StageFeatures, check_images, find_vit, stage_features
 from jumbo_core.distill.teachers import FrozenTeacher, as_teacher
 from jumbo_core.jumbo.dropping import take_patches
@@ -116,9 +116,14 @@ class ViTLinearizer(nn.Module):
         h, w = self.vit.grid_of(images.shape[-2:])
         if mask is None:
             mask = random_mask(len(images), h * w, self.mask_ratio, device=images.device)
-            count = round(self.mask_ratio * h * w)
+            count = masked_count(self.mask_ratio, h * w)
         else:
             count = _masked_count(mask, len(images), h * w)
+        if self.activation_weight and h * w - count < 2:
+            raise ValueError(
+                f"{count} of {h * w} patches are masked: a map of {h * w - count} visible tokens says nothing; use "
+                f"larger images, smaller patches, a smaller mask_ratio, or activation_weight=0"
+            )
         stages = self.stages if self.activation_weight else [-1]
         teacher, student, _ = self.features(images, mask, stages)
         order = mask.to(torch.uint8).argsort(dim=1, stable=True)  # visible ones first, each part in its order

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from jumbo_core import checks
+from jumbo_core.distill.finite import check_finite
 
 
 def check_mask_ratio(mask_ratio: float) -> float:
@@ -17,6 +18,11 @@ def check_mask_ratio(mask_ratio: float) -> float:
             f"mask_ratio must lie strictly between 0 and 1 (0 masks nothing, 1 shows nothing), got {mask_ratio!r}"
         )
     return float(mask_ratio)
+
+
+def masked_count(mask_ratio: float, num_patches: int) -> int:
+    """How many of N patches :func:`random_mask` masks."""
+    return round(mask_ratio * num_patches)
 
 
 def random_mask(
@@ -39,7 +45,7 @@ def random_mask(
     """
     batch, num_patches = checks.integer("batch", batch), checks.integer("num_patches", num_patches)
     mask_ratio = check_mask_ratio(mask_ratio)
-    count = round(mask_ratio * num_patches)
+    count = masked_count(mask_ratio, num_patches)
     if not 0 < count < num_patches:
         raise ValueError(
             f"mask_ratio {mask_ratio} masks {count} of {num_patches} patches and leaves {num_patches - count} visible; "
@@ -74,7 +80,7 @@ def masked_prediction_loss(
         A scalar; float32 under autocast and for half precision, float64 for float64.
 
     Raises:
-        ValueError: shapes that do not fit, a mask that is not bool or masks nothing, beta not above 0.
+        ValueError: shapes that do not fit, a mask that is not bool or masks nothing, beta not above 0, NaN or infinity.
     """
     if teacher.ndim != 3 or teacher.shape != prediction.shape:
         raise ValueError(
@@ -97,6 +103,7 @@ def prediction_loss(
 ) -> torch.Tensor:
     """:func:`masked_prediction_loss` of tokens (..., D) that are all masked."""
     beta, normalize_target = checks.positive("beta", beta), checks.flag("normalize_target", normalize_target)
+    check_finite(["the teacher's features", "the prediction"], [target, prediction])
     precision = torch.promote_types(torch.promote_types(target.dtype, prediction.dtype), torch.float32)
     target, prediction = target.detach().to(precision), prediction.to(precision)
     if normalize_target:

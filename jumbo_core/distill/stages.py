@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core import checks
+from jumbo_core.distill.finite import check_finite
 from jumbo_core.jumbo.stack import resolve_index
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def vit_features(
         indices: blocks, from 0.
         replace: (bool (B, N), token (D,)): the token stands in for the embeddings of patches that are True.
     """
-    patches, mask = vit.embed(images, replace=replace)
+    patches, mask = vit.embed(images.to(vit.pos_embed.dtype), replace=replace)
     _, collected = vit.encoder(patches, mask, collect=set(indices), stop=max(indices) + 1)
     return {i: vit.encoder.split(tokens).patches for i, tokens in collected.items()}
 
@@ -104,7 +105,7 @@ def stage_features(
             f"teacher has a {_by(teacher_grid)} grid of patches, student {_by(grid)}, on a {_by(images.shape[-2:])} "
             f"image: use resample_teacher=True, or equal patch sizes"
         )
-    _check_finite(["images"], [images])
+    check_finite(["images"], [images])
     ends = stage_blocks(len(student.blocks), stages)
     seen = teacher(images, stages)
     if grid != teacher_grid:
@@ -119,7 +120,7 @@ def stage_features(
         )
     sides = {"teacher": stage_blocks(teacher.depth, stages), "student": ends}
     names = [f"{side} stage {k} (block {i})" for side, blocks in sides.items() for k, i in enumerate(blocks, 1)]
-    _check_finite(names, [*seen, *learned])
+    check_finite(names, [*seen, *learned])
     return StageFeatures(seen, learned, grid)
 
 
@@ -127,15 +128,6 @@ def check_images(images: torch.Tensor) -> None:
     """Images are (B, C, H, W) of a floating point dtype."""
     if images.ndim != 4 or not images.is_floating_point():
         raise ValueError(f"images must be floating point (B, C, H, W), got {images.dtype} {tuple(images.shape)}")
-
-
-def _check_finite(names: list[str], tensors: list[torch.Tensor]) -> None:
-    if torch.compiler.is_compiling():
-        return
-    finite = torch.stack([tensor.isfinite().all() for tensor in tensors])
-    if not finite.all():  # one wait for the device, however many tensors
-        bad = [name for name, good in zip(names, finite.tolist(), strict=True) if not good]
-        raise ValueError(f"NaN or infinite values in {', '.join(bad)}")
 
 
 def _resample(features: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from jumbo_core import checks
 from jumbo_core.distill.stages import find_vit, stage_blocks, vit_features
+from jumbo_core.models.surface import check_divides
 
 SUPPORTED = (
     "supported: timm models whose blocks all give one grid of one width (ViT, DeiT, CLIP, DINOv2 and v3, EVA, BEiT, "
@@ -207,6 +208,7 @@ class TransformersTeacher(FrozenTeacher):
         )
 
     def grid_of(self, image_size: Sequence[int]) -> tuple[int, int]:
+        check_divides(tuple(image_size), self.patch_size, pad=False)  # the model would drop the rest without a word
         return image_size[0] // self.patch_size[0], image_size[1] // self.patch_size[1]
 
     def block_outputs(self, images: torch.Tensor, indices: list[int]) -> dict[int, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -195,9 +195,13 @@ class AdventurerEncoder(BlockStack):
                 raise ValueError(f"flip must be 'alternate' or a sequence of block indices, got {flip!r}")
             self.flip, self.flipped = flip, frozenset(range(1, self.depth, 2))
             return
+        if not isinstance(flip, Iterable):
+            raise ValueError(f"flip must be 'alternate' or a sequence of block indices, got {flip!r}")
         indices = tuple(checks.integer("flip", i, 0) for i in flip)
         if any(i >= self.depth for i in indices):
             raise IndexError(f"flip {indices} names a block outside of 0..{self.depth - 1}")
+        if len(set(indices)) != len(indices):
+            raise ValueError(f"flip {indices} names a block twice")
         self.flip, self.flipped = indices, frozenset(indices)
 
     def reset_parameters(self) -> None:

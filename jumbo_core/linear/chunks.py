@@ -62,11 +62,11 @@ def scan_chunks(
         ).reshape(batch * c, q, heads * channels)
         added = torch.bmm(
             weighted.transpose(1, 2), flat_B, out=space(x, "added", batch * c, heads * channels, flat_B.shape[-1])
-        ).view(batch, c, heads, channels, -1)
+        ).view(batch, c, heads, channels, flat_B.shape[-1])
         before, state = _advance(added, span.from_start[:, :, -1], state, None if keep_states else space)
         # What the chunks make of the state before them (b*c, q, H*P), and of their own steps (b*c*H, q, P).
         carried = torch.bmm(
-            flat_C, before.view(batch * c, heads * channels, -1).transpose(1, 2),
+            flat_C, before.reshape(batch * c, heads * channels, flat_B.shape[-1]).transpose(1, 2),
             out=space(x, "carried", batch * c, q, heads * channels),
         )  # fmt: skip
         inside = torch.bmm(
@@ -153,6 +153,11 @@ class ChunkedScan(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, grad_state):
+        with torch.autocast(grad_y.device.type, enabled=False):  # backward may be called inside of one
+            return ChunkedScan._backward(ctx, grad_y, grad_state)
+
+    @staticmethod
+    def _backward(ctx, grad_y, grad_state):
         x, dt, A, B, C, D, starts = ctx.saved_tensors
         dtype = starts.dtype
         grad_x, grad_dt = torch.empty_like(x), torch.empty_like(dt)
@@ -247,7 +252,7 @@ def spans(x: torch.Tensor, chunk_size: int):
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         at_once = max(whole, 1)  # a small graph, for any batch; the compiler blocks the work itself
     else:
-        at_once = max(1, PAIRS_AT_ONCE // (batch * heads * chunk_size * chunk_size)) * chunk_size
+        at_once = max(1, PAIRS_AT_ONCE // max(1, batch * heads * chunk_size * chunk_size)) * chunk_size
     for begin in range(0, whole, at_once):
         yield begin, min(begin + at_once, whole), chunk_size
     if whole < length:

@@ -116,7 +116,7 @@ class Mamba2Mixer(nn.Module):
         Args:
             mask: (B, L) bool, True = real. Padding before, after or between real steps counts as nothing at all for
                 padding before and after them; between, it still parts the convolution's neighbours. Its output is 0.
-            state: continue after what this state has seen. Default None: the beginning.
+            state: continue after what this state has seen; not together with ``mask``. Default None: the beginning.
             return_state: also return the state after the last step, to continue with :meth:`step`.
         """
         if x.ndim != 3 or x.shape[-1] != self.dim or not x.shape[1]:
@@ -126,6 +126,8 @@ class Mamba2Mixer(nn.Module):
                 raise ValueError(
                     f"mask must be bool (B, L) = {tuple(x.shape[:2])}, got {mask.dtype} {tuple(mask.shape)}"
                 )
+            if state is not None:
+                raise ValueError("mask with state: padding would part the steps from those before; pass real ones only")
             x = x.masked_fill(~mask[..., None], 0)
         gate, xbc, dt = self._project(x)
         mixed = self._convolve(xbc, None if state is None else state.inputs)

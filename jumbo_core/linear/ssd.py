@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from jumbo_core import checks
 from jumbo_core.linear.backends import fused_backend, fused_scan
@@ -44,7 +45,7 @@ def ssd_scan(
         x: inputs (b, L, H, P).
         dt: step sizes (b, L, H), already positive (after softplus).
         A: decay rates (H,), negative.
-        B, C: input and output projections (b, L, N), shared by all heads and never expanded per head.
+        B, C: input and output projections (b, L, N), shared by all heads, never expanded per head (but for "fla").
         D: skip weights (H,), or None (default) for no skip.
         chunk_size: steps per chunk, or "auto": by shape. The result does not depend on it. Default 64.
         initial_state: (b, H, P, N), or None (default) for zeros. Never modified.
@@ -56,9 +57,11 @@ def ssd_scan(
         y (b, L, H, P) in the dtype of x, and the state after the last step (b, H, P, N) in fp32 (fp64 for fp64).
         Decay and accumulation are fp32 at least, under autocast too.
 
+    torch.compile makes a graph per number of chunks, and an exported program has one length; the batch may vary.
+
     Raises:
         ValueError: shapes that do not fit (the sizes that clash are named), an unknown backend or one that cannot run;
-            on CPU also a positive A or a negative dt.
+            on CPU, outside of torch.compile, also a positive A or a negative dt.
     """
     _check_shapes(x, dt, A, B, C, D, initial_state, mask)
     if backend not in BACKENDS:
@@ -77,9 +80,23 @@ def ssd_scan(
             b, _, heads, channels = x.shape
             initial_state = x.new_zeros(b, heads, channels, B.shape[-1], dtype=accumulation_dtype(x.dtype))
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            y, state, _ = scan_chunks(x, dt, A, B, C, D, initial_state, chunk_size)
-            return y, state
+            return _recorded_scan(x, dt, A, B, C, D, initial_state, chunk_size)
         return ChunkedScan.apply(x, dt, A, B, C, D, initial_state, chunk_size)
+
+
+def _recorded_scan(*arguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scan for a compiler or exporter, whose graph holds every chunk; a training graph computes it again backwards.
+
+    It has no decay matrix of a whole sequence to keep then, as the eager form has none.
+    """
+
+    def run(*arguments):
+        y, state, _ = scan_chunks(*arguments)
+        return y, state
+
+    if torch.is_grad_enabled() and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting():
+        return checkpoint(run, *arguments, use_reentrant=False)
+    return run(*arguments)
 
 
 def ssd_scan_reference(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from timm.layers import Attention
+from timm.models._input import update_model_args
 from torch import nn
 
 from jumbo_core.jumbo.encoder import JumboEncoder
@@ -122,6 +123,8 @@ class AdventurerViT(PatchModel):
     The released files give the class token an entry of its own in the position table; here that entry is part of the
     learned token (:func:`load_released` adds the two), so the table holds patches only.
 
+    The flip rule is an argument, not a weight: state dicts do not hold it, timm's and Transformers' saved folders do.
+
     Args:
         img_size, patch_size, in_chans, num_classes, global_pool, drop_rate, pos_drop_rate, patch_drop_rate,
             dynamic_img_size, dynamic_img_pad, init: see :class:`JumboViT`. ``global_pool`` is "token" (the class token,
@@ -204,3 +207,8 @@ class AdventurerViT(PatchModel):
             dynamic_img_pad=dynamic_img_pad,
             init=init,
         )
+
+    def set_flip(self, flip: str | Sequence[int]) -> None:
+        """Choose the blocks that see the patches reversed, see ``flip``; timm's saved folders remember it."""
+        self.encoder.set_flip(flip)
+        update_model_args(self, flip=self.encoder.flip)

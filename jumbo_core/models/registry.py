@@ -8,13 +8,20 @@ import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 
 from jumbo_core.models.image import AdventurerViT, JumboViT
-from jumbo_core.models.released import to_current_names
+from jumbo_core.models.released import (
+    is_released_adventurer,
+    read_state_dict,
+    set_released_flip,
+    to_current_names,
+)
 
 
 def checkpoint_filter_fn(
     state_dict: dict[str, torch.Tensor], model: JumboViT | AdventurerViT
 ) -> dict[str, torch.Tensor]:
     """timm's hook: published names to ours, positions resampled to the model's grid (published tables are square)."""
+    if is_released_adventurer(read_state_dict(state_dict)):
+        set_released_flip(model)
     return to_current_names(state_dict, model, resample=True).weights
 
 

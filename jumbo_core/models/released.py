@@ -57,7 +57,8 @@ def load_released(
     """Load a published file into a :class:`JumboViT` or :class:`AdventurerViT` of the same shape.
 
     A published Adventurer file also sets the flip rule of the released code, blocks 2 and 3, and says so in the log:
-    its weights are meaningless under another one.
+    its weights are meaningless under another one. A state dict of ours does not say its rule, as it says no number of
+    heads: load it into a model made with the same ``flip``.
 
     Args:
         model: the model to fill, in place.
@@ -75,7 +76,8 @@ def load_released(
         ValueError: a tensor of another shape (both shapes are named), a tensor with NaN or infinity, or a file in
             which nothing fits the model.
     """
-    renamed = to_current_names(read_state_dict(source), model, resample=resample, grid=grid)
+    state = read_state_dict(source)
+    renamed = to_current_names(state, model, resample=resample, grid=grid)
     own = model.state_dict()
     clashes = [
         f"{key}: file {tuple(value.shape)}, model {tuple(own[key].shape)}"
@@ -95,6 +97,8 @@ def load_released(
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise ValueError(f"{key} in the file holds NaN or infinite values: the file is damaged")
     model.load_state_dict(usable, strict=False)
+    if is_released_adventurer(state):
+        set_released_flip(model)
     report = LoadReport(
         missing=sorted(set(own) - set(usable)),
         unexpected=sorted(set(renamed.weights) - set(own)),
@@ -152,8 +156,6 @@ def to_current_names(
 ) -> Renamed:
     """Published names -> names of this library; keys that are current already pass through.
 
-    Tensors of a published Adventurer file also set the flip rule of ``model``, see :func:`load_released`.
-
     ``resample`` and ``grid``: see :func:`load_released`.
     """
     state = read_state_dict(state)
@@ -161,7 +163,6 @@ def to_current_names(
     ours = any(key.startswith("encoder.") for key in state)
     if is_released_adventurer(state):
         state = _from_adventurer(state)
-        _set_released_flip(model)
     out = Renamed({})
     for key, value in state.items():
         if key == "cls_token" and "encoder.cls_token" not in own:
@@ -198,11 +199,11 @@ def is_released_adventurer(state: Mapping[str, torch.Tensor]) -> bool:
     return any(key.startswith("layers.") and ".mixer." in key for key in state)
 
 
-def _set_released_flip(model: nn.Module) -> None:
-    encoder = getattr(model, "encoder", None)
-    if hasattr(encoder, "set_flip"):
-        encoder.set_flip(tuple(i for i in RELEASED_FLIP if i < len(encoder.blocks)))
-        logger.info("published Adventurer weights: flip set to blocks %s", encoder.flip)
+def set_released_flip(model: nn.Module) -> None:
+    """Let an AdventurerViT reverse the blocks that published weights were trained with; others stay as they are."""
+    if hasattr(model, "set_flip"):
+        model.set_flip(tuple(i for i in RELEASED_FLIP if i < len(model.blocks)))
+        logger.info("published Adventurer weights: flip set to blocks %s", model.encoder.flip)
 
 
 # Parts of a published Adventurer block under other names here: w1, w2, w3 are SwiGLU's gate, value and output.

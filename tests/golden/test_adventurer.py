@@ -40,6 +40,21 @@ def test_flip_rule_of_the_released_code_is_set_and_said(golden, caplog):
     assert "flip set to blocks (2, 3)" in caplog.text
 
 
+def test_a_refused_file_changes_nothing(golden):
+    model = AdventurerViT(**arguments(golden))
+    with pytest.raises(ValueError, match="another shape"):
+        load_released(model, {**golden.weights, "norm_f.weight": torch.ones(7)})
+    assert model.encoder.flip == "alternate"
+
+
+def test_timms_saved_folder_knows_the_rule(golden, tmp_path):
+    model = timm.create_model("test_adventurer", **arguments(golden)).eval()
+    load_released(model, golden.path)
+    timm.models.save_for_hf(model, tmp_path)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert max_error(again(golden["input"]), golden["logits"]) < 1e-5
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_features_logits_and_every_block(model, golden, grad):
     with torch.set_grad_enabled(grad):

@@ -9,6 +9,7 @@ pytest.importorskip("mmseg", reason="needs the extra mmseg-lite")
 
 import mmengine
 from mmengine.config import Config
+from mmengine.config.utils import _get_cfg_metainfo
 from mmengine.registry import init_default_scope
 from mmengine.runner import Runner
 from mmseg.registry import MODELS
@@ -62,13 +63,18 @@ def test_small_ones_run(path):
 
 
 def test_metafile_lists_every_config():
-    index = mmengine.load(str(PLUGIN / "model-index.yml"))
-    metafile = mmengine.load(str(PLUGIN / index["Models"]))
-    assert index["Models"] == index["Collections"] == "configs/adventurer/metafile.yml"
+    _, name = mmengine.load(str(PLUGIN / "model-index.yml"))["Import"]
+    metafile = mmengine.load(str(PLUGIN / name))
     listed = {model["Config"]: model["Name"] for model in metafile["Models"]}
     assert listed == {f"configs/adventurer/{path.name}": path.stem for path in CONFIGS} and len(listed) == 8
     families = {collection["Name"] for collection in metafile["Collections"]}
     assert families == {model["In Collection"] for model in metafile["Models"]} == {"Adventurer", "Jumbo-linear"}
+
+
+def test_the_host_finds_their_metadata():
+    path = Path(mmseg_ext.__file__).parent
+    name = "adventurer/adventurer-tiny_upernet_8xb2-160k_ade20k-512x512.py"
+    assert _get_cfg_metainfo(path, name)["Name"] == Path(name).stem
 
 
 def test_configs_stand_on_our_own_files():

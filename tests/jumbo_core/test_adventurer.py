@@ -152,6 +152,10 @@ def test_decay_parameters_are_not_decayed():
     assert id(model.blocks[0].mixer.in_proj.weight) in decayed
 
 
+def test_an_empty_batch():
+    assert timm.create_model("test_adventurer", num_classes=5)(torch.zeros(0, 3, 32, 32)).shape == (0, 5)
+
+
 def test_drop_path_list_is_the_released_one():
     rates = [getattr(b.drop_path, "drop_prob", 0.0) for b in AdventurerEncoder(16, 5, drop_path=0.4, **SMALL).blocks]
     assert rates == pytest.approx([0, 0, 0.1, 0.2, 0.3])
@@ -199,6 +203,8 @@ def test_a_large_image_takes_memory_linear_in_its_size():
     [
         (lambda: AdventurerEncoder(60, 2), ValueError, r"head_dim 64 does not divide the inner width 120"),
         (lambda: AdventurerEncoder(64, 2, flip=(2, 3)), IndexError, r"flip \(2, 3\) names a block outside of 0..1"),
+        (lambda: AdventurerEncoder(64, 2, flip=1), ValueError, "flip must be 'alternate' or .*got 1"),
+        (lambda: AdventurerEncoder(64, 2, flip=(1, 1)), ValueError, r"flip \(1, 1\) names a block twice"),
         (lambda: AdventurerEncoder(64, 2, flip="both"), ValueError, "flip must be 'alternate' or"),
         (lambda: AdventurerEncoder(64, 0), ValueError, "depth must be an integer of at least 1, got 0"),
         (lambda: AdventurerEncoder(64, 2, drop_path=[0.1]), ValueError, "drop_path has 1 rates for 2 blocks"),

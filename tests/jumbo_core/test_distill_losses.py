@@ -264,3 +264,17 @@ def test_masked_loss_refusals():
         masked_prediction_loss(f, f, mask, beta=0)
     with pytest.raises(ValueError, match="normalize_target must be True or False, got 1"):
         masked_prediction_loss(f, f, mask, normalize_target=1)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_is_named_not_hidden(bad):
+    features, other = torch.randn(1, 6, 8), torch.randn(1, 6, 8)
+    features[0, 2, 3] = bad
+    with pytest.raises(ValueError, match="NaN or infinite values in features"):
+        activation_map(features)
+    with pytest.raises(ValueError, match="NaN or infinite values in teacher stage 1"):
+        activation_matching_loss(features, other)
+    with pytest.raises(ValueError, match="NaN or infinite values in student stage 1"):
+        activation_matching_loss(other, features)
+    with pytest.raises(ValueError, match="NaN or infinite values in the prediction"):
+        masked_prediction_loss(other, features, torch.ones(1, 6, dtype=torch.bool))

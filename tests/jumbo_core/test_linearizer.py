@@ -8,7 +8,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from torch.nn import functional as F
 
-from jumbo_core.distill import ViTLinearizer, activation_matching_reference, map_distance, plot_activation_maps
+from jumbo_core.distill import (
+    ViTLinearizer,
+    activation_matching_reference,
+    map_distance,
+    plot_activation_maps,
+    random_mask,
+)
 from jumbo_core.models import AdventurerViT, JumboViT
 
 
@@ -376,3 +382,21 @@ def test_picture(tmp_path):
 
     with pytest.raises(ValueError, match=r"query \(4, 0\) is outside of the 4x6 grid of patches"):
         plot_activation_maps(linearizer, images, tmp_path / "x.png", query=(4, 0))
+
+
+@pytest.mark.parametrize(("ratio", "side"), [(0.34, 120), (0.7, 360)])
+def test_every_masked_token_and_no_other_is_predicted(ratio, side):
+    """0.34 of 15x15 and 0.7 of 45x45: products whose last bit depends on the order of multiplication."""
+    linearizer = ViTLinearizer(teacher_vit(), adventurer(), mask_ratio=ratio).eval()
+    images = torch.randn(1, 3, side, side)
+    torch.manual_seed(3)
+    drawn = linearizer(images)
+    torch.manual_seed(3)
+    given = linearizer(images, random_mask(1, (side // 8) ** 2, ratio))
+    assert all(torch.equal(drawn[name], given[name]) for name in drawn)
+
+
+def test_a_map_of_one_token_is_refused():
+    linearizer = ViTLinearizer(teacher_vit(), adventurer())
+    with pytest.raises(ValueError, match="3 of 4 patches are masked: a map of 1 visible tokens says nothing"):
+        linearizer(torch.randn(1, 3, 16, 16))

@@ -119,6 +119,10 @@ def test_initial_decay_is_mamba2s():
             lambda m: m(torch.randn(1, 3, 64), torch.tensor([[True, True, False]]), return_state=True),
             "end in real steps",
         ),
+        (
+            lambda m: m(torch.randn(1, 3, 64), torch.ones(1, 3, dtype=torch.bool), state=m.empty_state(1)),
+            "mask with state",
+        ),
         (lambda m: Mamba2Mixer(0), "dim must be an integer of at least 1, got 0"),
         (lambda m: Mamba2Mixer(64, backend="gpu"), "backend must be one of"),
         (lambda m: Mamba2Mixer(64, expand=-1), "expand must be"),

@@ -116,6 +116,22 @@ def test_one_step_does_not_alias_the_initial_state():
     assert torch.equal(inputs["initial_state"], before)
 
 
+def test_backward_inside_autocast_is_fp32_too():
+    inputs = {k: v.float().requires_grad_() for k, v in scan_inputs(2, 70, 2, 8, 8).items()}
+    grads = []
+    for enabled in (False, True):
+        y, _ = ssd_scan(**inputs)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            grads.append(torch.autograd.grad(y.sin().sum(), list(inputs.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_an_empty_batch():
+    inputs = {k: v.float() for k, v in scan_inputs(0, 9, 2, 3, 4).items()}
+    y, state = ssd_scan(**inputs)
+    assert y.shape == (0, 9, 2, 3) and state.shape == (0, 2, 3, 4)
+
+
 def test_mask_ignores_padding_wherever_it_is():
     inputs = scan_inputs(1, 12, 2, 3, 4)
     mask = torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 0]], dtype=torch.bool)
@@ -169,6 +185,19 @@ def test_memory_holds_no_decay_matrices_of_the_whole_sequence():
     assert sum(t.numel() for t in saved if t is not None) < 1.1 * (
         sum(t.numel() for t in inputs.values()) + 8192 // 64 * 16 * 4 * 32  # and a state per chunk
     )
+
+
+def test_a_compiled_training_graph_keeps_no_decay_matrices():
+    inputs = {k: v.float().requires_grad_() for k, v in scan_inputs(1, 512, 8, 4, 4).items()}
+    names, saved = list(inputs), []
+
+    def run(*values):
+        return ssd_scan(**dict(zip(names, values, strict=True)), chunk_size=64)[0]
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        compiled(*inputs.values()).sum().backward()
+    assert 0 < sum(saved) < 512 * 64 * 8  # all decay matrices
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -282,3 +282,15 @@ def test_outputs_of_another_shape_are_named():
     teacher.embed_dim = 23
     with pytest.raises(ValueError, match=r"block 2 gives \(1, 16, 24\) where .* = \(1, 4\*4, 23\) was expected"):
         teacher(torch.randn(1, 3, 32, 32), 1)
+
+
+def test_an_image_that_the_patch_size_does_not_divide_is_refused():
+    """The model would drop the last rows, and a resampled grid would be stretched over pixels it never saw."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=36, patch_size=12
+    )
+    teacher = as_teacher(transformers.ViTModel(config))
+    assert teacher.grid_of((36, 48)) == (3, 4)
+    with pytest.raises(ValueError, match="image height 40 is not a multiple of the patch size 12"):
+        teacher(torch.randn(1, 3, 40, 36), 2)

@@ -237,17 +237,21 @@ def test_auto_classes_and_default_size():
     assert round((model.num_parameters() + positions_of_the_class_token) / 1e6, 2) == 11.61
 
 
-@pytest.mark.parametrize("size", ["tiny", "small", "base", "large"])
-def test_plugin_configurations_are_the_registered_sizes(size):
+@pytest.mark.parametrize(
+    "name",
+    [f"adventurer_{size}" for size in ("tiny", "small", "base", "large")]
+    + [f"jumbo_adventurer_{size}" for size in ("tiny", "small", "base")],
+)
+def test_plugin_configurations_are_the_registered_sizes(name):
     import timm
 
     import jumbo_core.models  # noqa: F401
 
-    folder = ROOT / "plugins" / "transformers" / f"adventurer_{size}"
+    folder = ROOT / "plugins" / "transformers" / name
     config = AutoConfig.from_pretrained(folder, num_labels=1000)
     with torch.device("meta"):
         ours = AutoModelForImageClassification.from_config(config)
-        theirs = timm.create_model(f"adventurer_{size}_patch16_224")
+        theirs = timm.create_model(f"{name}_patch16_224")
     assert {k: v.shape for k, v in ours.adventurer.vit.state_dict().items()} == {
         k: v.shape for k, v in theirs.state_dict().items() if not k.startswith("head.")
     }

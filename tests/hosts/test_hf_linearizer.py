@@ -280,6 +280,11 @@ def test_the_best_checkpoint_is_loaded_at_the_end(tmp_path):
     extras = load_file(tmp_path / "checkpoint-2" / EXTRAS)
     assert torch.equal(trainer.linearizer.predictor.weight, extras["predictor.weight"])
 
+    del extras["predictor.bias"]
+    save_file({**extras, "rubbish": torch.zeros(1)}, tmp_path / "checkpoint-2" / EXTRAS)
+    with pytest.raises(ValueError, match=r"is damaged: it lacks \['predictor.bias'\] and holds \['rubbish'\] besides"):
+        make_trainer(tmp_path, steps=6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
 
 # --- two processes, memory, precision ---
 

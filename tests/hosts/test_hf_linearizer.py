@@ -12,7 +12,7 @@ from tests.conftest import max_error
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 import timm
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForImageClassification, ViTForImageClassification
 
 from hf_ext import (

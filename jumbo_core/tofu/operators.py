@@ -1,0 +1,182 @@
+"""What happens to tokens that leave: pruned, averaged into their destination, or merged with the norm kept (MLERP).
+
+Source: ToFu (arXiv 2312.01026), ToMe (arXiv 2210.09461) for sizes and the average.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from jumbo_core.tofu.matching import Matching
+
+OPERATORS = ("prune", "average", "mlerp")
+NORMS = ("max", "mean")
+
+
+def fuse(
+    tokens: torch.Tensor,
+    matching: Matching,
+    op: str,
+    *,
+    sizes: torch.Tensor | None = None,
+    norm: str = "max",
+    weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Apply one operator to every group (a destination and the sources that join it): (B, N, D) -> (B, K, D).
+
+    - ``"prune"``: sources are dropped, destinations unchanged. A destination's size does not grow: proportional
+      attention must not count what is gone.
+    - ``"average"``: mean of the group, weighted by size; sizes add up.
+    - ``"mlerp"``: direction of the mean of the group's vectors (all count alike), length by ``norm``; sizes add up.
+      Where the mean vanishes (antipodal members: shorter than rounding leaves it) the direction is the destination's
+      own. A group whose mean and destination are both zero gives zero.
+
+    A group of one is returned bit by bit as it was. Sums run in fp32 (fp64 for fp64 tokens); a result beyond the range
+    of the tokens' dtype, which MLERP can reach in fp16, becomes the dtype's largest number. Differentiable.
+    On CUDA, torch adds in no fixed order: repeats are bit-equal under ``torch.use_deterministic_algorithms(True)``.
+
+    Args:
+        tokens: (B, N, D).
+        matching: from :func:`match`, of the same B and N.
+        op: "prune", "average" or "mlerp".
+        sizes: (B, N, 1), how many original tokens each stands for. Default: one each.
+        norm: length of an MLERP group: "max" of its members' (paper, default) or their weighted "mean" (seed).
+        weights: (B, N), not negative; importance, for example. Replaces the sizes in "average" and the equal weights
+            in "mlerp". A group whose weights are all zero counts its members alike. "prune" has no use for them.
+
+    Returns:
+        tokens (B, K, D) in their dtype and sizes (B, K, 1) in the dtype of the sums.
+
+    Raises:
+        ValueError: unknown operator or norm; shapes that do not fit; weights for "prune", or (not checked while
+            compiling) negative or not finite.
+    """
+    _check(tokens, matching, op, sizes, norm, weights)
+    dtype = torch.promote_types(tokens.dtype, torch.float32)
+    if sizes is None:
+        sizes = tokens.new_ones(*tokens.shape[:2], 1, dtype=dtype)
+    sizes = sizes.to(dtype)
+    r = matching.sources.shape[1]
+    if r == 0:
+        return tokens, sizes
+    if op == "prune":
+        return _take(tokens, matching.kept), _take(sizes, matching.kept)
+
+    # Only groups that change are computed: the r rows below, one per source. Sources of one group share the row of the
+    # first of them; the rows of the others are never read.
+    group = matching.place.gather(1, matching.sources)  # (B, r): the group each source joins
+    number = torch.arange(r, device=group.device).expand_as(group)
+    row_of_group = torch.full_like(matching.kept, r).scatter_reduce(1, group, number, "amin")  # (B, K); r = unchanged
+    row = row_of_group.gather(1, group)  # (B, r)
+
+    # One gather brings the two ends of every edge.
+    index = torch.cat([matching.destinations, matching.sources], dim=1)
+    ends = _take(tokens, index).to(dtype)
+    if weights is not None:
+        weight = weights.to(dtype).unsqueeze(-1)
+    else:
+        weight = sizes if op == "average" else torch.ones_like(sizes)
+    weight, joining_weight = _take(weight, index).split(r, dim=1)
+    total = _add(weight, row, joining_weight)
+    if weights is not None:
+        unweighted = total == 0
+        weight = torch.where(unweighted, 1, weight)
+        joining_weight = torch.where(_take(unweighted, row), 1, joining_weight)
+        total = _add(weight, row, joining_weight)
+
+    stays, joins = ends.split(r, dim=1)
+    fused = _add(stays * weight, row, joins * joining_weight) / total  # the mean
+    if op == "mlerp":
+        length, joining_length = ends.norm(dim=-1, keepdim=True).split(r, dim=1)
+        mean_length = _add(length * weight, row, joining_length * joining_weight) / total
+        if norm == "max":
+            target = length.scatter_reduce(1, row.unsqueeze(-1), joining_length, "amax")
+        else:
+            target = mean_length
+        vanishes = fused.norm(dim=-1, keepdim=True) <= 8 * torch.finfo(dtype).eps * mean_length
+        direction = torch.where(vanishes, stays, fused)
+        direction_length = direction.norm(dim=-1, keepdim=True)
+        fused = direction * (target / torch.where(direction_length > 0, direction_length, 1))
+    if tokens.dtype != dtype:
+        limit = torch.finfo(tokens.dtype).max
+        fused = fused.clamp(-limit, limit).to(tokens.dtype)
+    unchanged = row_of_group == r
+    out = _take(
+        torch.cat([tokens, fused], dim=1), torch.where(unchanged, matching.kept, tokens.shape[1] + row_of_group)
+    )
+    return out, _add(_take(sizes, matching.kept), group, _take(sizes, matching.sources))
+
+
+def unmerge(tokens: torch.Tensor, matching: Matching | torch.Tensor) -> torch.Tensor:
+    """Give every original position its group's vector, a pruned one its destination's: (B, K, D) -> (B, N, D).
+
+    Args:
+        tokens: (B, K, D).
+        matching: the matching that was fused by, or ``place`` (B, N) of several steps from :func:`compose`.
+
+    Raises:
+        ValueError: a batch or token count that does not fit.
+    """
+    place = matching.place if isinstance(matching, Matching) else matching
+    if isinstance(matching, Matching) and tokens.shape[1] != matching.kept.shape[1]:
+        raise ValueError(
+            f"unmerge expects {matching.kept.shape[1]} tokens, as many as were kept, got {tokens.shape[1]}"
+        )
+    if tokens.ndim != 3 or tokens.shape[0] != place.shape[0]:
+        raise ValueError(f"unmerge expects tokens (B, K, D) with B={place.shape[0]}, got {tuple(tokens.shape)}")
+    # gather, not _take: it notices a place that points beyond the K tokens, rows of a flat index would not.
+    return tokens.gather(1, place.unsqueeze(-1).expand(-1, -1, tokens.shape[-1]))
+
+
+def compose(place: torch.Tensor | None, matching: Matching) -> torch.Tensor:
+    """Follow the originals through one more step.
+
+    Args:
+        place: (B, N) where each original stands before ``matching``; None before the first step.
+        matching: of the tokens as they stand then.
+
+    Returns:
+        (B, N) where each original stands after it: what :func:`unmerge` and :func:`source_map` take.
+    """
+    return matching.place if place is None else matching.place.gather(1, place)
+
+
+def source_map(place: torch.Tensor, num_kept: int) -> torch.Tensor:
+    """Which originals each kept token stands for: place (B, N) -> (B, K, N) bool, one True per column."""
+    return place.unsqueeze(1) == torch.arange(num_kept, device=place.device).view(1, -1, 1)
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """(B, N, D) by index (B, K) -> (B, K, D). Whole rows, which is faster than gathering element by element."""
+    return x.flatten(0, 1).index_select(0, _flat(index, x.shape[1])).unflatten(0, index.shape)
+
+
+def _add(base: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """base (B, K, D) plus values (B, r, D), each added at its index (B, r)."""
+    summed = base.flatten(0, 1).index_add(0, _flat(index, base.shape[1]), values.flatten(0, 1))
+    return summed.unflatten(0, base.shape[:2])
+
+
+def _flat(index: torch.Tensor, rows: int) -> torch.Tensor:
+    """Index (B, K) into B times ``rows`` rows -> (B*K,) into all of them."""
+    start = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * rows
+    return (index + start).flatten()
+
+
+def _check(tokens, matching, op, sizes, norm, weights) -> None:
+    if op not in OPERATORS:
+        raise ValueError(f"op must be one of {', '.join(map(repr, OPERATORS))}, got {op!r}")
+    if norm not in NORMS:
+        raise ValueError(f"norm must be one of {', '.join(map(repr, NORMS))}, got {norm!r}")
+    expected = (matching.place.shape[0], matching.num_tokens)
+    if tokens.ndim != 3 or tokens.shape[:2] != expected:
+        raise ValueError(f"tokens must be (B, N, D) with (B, N) = {expected} as matched, got {tuple(tokens.shape)}")
+    if sizes is not None and sizes.shape != (*expected, 1):
+        raise ValueError(f"sizes must be (B, N, 1) = {(*expected, 1)}, got {tuple(sizes.shape)}")
+    if weights is not None and weights.shape != expected:
+        raise ValueError(f"weights must be (B, N) = {expected}, got {tuple(weights.shape)}")
+    if weights is not None and op == "prune":
+        raise ValueError("op 'prune' has no use for weights: to prune the least important, give importance to match")
+    if weights is not None and not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if not (weights.isfinite() & (weights >= 0)).all():
+            raise ValueError("weights must be finite and not negative")

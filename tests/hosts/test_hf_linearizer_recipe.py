@@ -91,7 +91,8 @@ def test_recipe_with_a_timm_teacher_and_parquet(tmp_path, recipe):
     command = [
         *("--teacher", "timm:vit_tiny_patch16_224", "--student", tmp_path / "saved", "--stages", 2),
         *("--train_data", tmp_path / "few.parquet", "--augment", "none", "--image_size", 8, "--max_steps", 1),
-        *("--resample_teacher", "--use_cpu", "--report_to", "none", "--output_dir", tmp_path / "out"),
+        *("--resample_teacher", "--mask_ratio", 0.5, "--use_cpu", "--report_to", "none"),
+        *("--output_dir", tmp_path / "out"),
     ]
     with pytest.raises(FileNotFoundError, match="a timm teacher needs --teacher_weights FILE, got None"):
         recipe.main([*map(str, command)])

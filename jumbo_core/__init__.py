@@ -1,6 +1,6 @@
 """Fast plain Vision Transformers: the kernels, on torch and timm alone. Importing it registers the models with timm."""
 
-from jumbo_core import distill, jumbo, linear, models
+from jumbo_core import distill, jumbo, linear, models, tofu
 
 __version__ = "0.1.0"
-__all__ = ["distill", "jumbo", "linear", "models"]
+__all__ = ["distill", "jumbo", "linear", "models", "tofu"]

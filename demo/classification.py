@@ -17,9 +17,9 @@ from sklearn.model_selection import train_test_split
 from transformers import AutoModelForImageClassification, Trainer, TrainingArguments, pipeline
 
 from demo.rows import Row
-from demo.timing import median_ms
 from hf_ext import JumboConfig, JumboForImageClassification, jumbo_image_processor
 from jumbo_core.jumbo import param_groups
+from jumbo_core.measure.turns import median_ms
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -132,7 +132,6 @@ def pipeline_accuracy(folder: Path, test: list[tuple[Image.Image, int]]) -> floa
     return 100 * sum(right) / len(right)
 
 
-@torch.inference_mode()
 def time_per_image(models: dict[str, torch.nn.Module], *, batch: int = 32) -> dict[str, float]:
     """Milliseconds per image in batches, see :func:`median_ms`."""
     images = torch.randn(batch, 3, SIDE, SIDE)

@@ -23,7 +23,7 @@ from tsai.models.PatchTST import PatchTST
 from tsai.tslearner import TSForecaster
 
 from demo.rows import Row
-from demo.timing import median_ms
+from jumbo_core.measure.turns import median_ms
 from ts_ext.tsai import FitBar, JumboPatchTST, jumbo_lr, jumbo_splitter
 
 matplotlib.use("Agg")
@@ -157,7 +157,6 @@ def predict(learner: TSForecaster, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return learner.get_X_preds(x, y, bs=256)[0].numpy()
 
 
-@torch.inference_mode()
 def time_per_window(models: dict[str, nn.Module], batch: np.ndarray) -> dict[str, float]:
     """Milliseconds per window in batches, see :func:`median_ms`."""
     batch = torch.from_numpy(batch)

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from demo.rows import Row
 from demo.scenes import write_scenes
-from demo.timing import median_ms
+from jumbo_core.measure.turns import median_ms
 
 CONFIG = "jumbo/jumbo-pico_upernet_1xb16-320_digit-scenes-48x48.py"
 MODELS = {"ViT + 16 registers": dict(multiplier=0, registers=16), "Jumbo": {}}
@@ -106,7 +106,6 @@ def _config(name: str, backbone: dict, data: Path, out: Path, seed: int) -> Conf
     return config
 
 
-@torch.inference_mode()
 def _time_per_image(models: dict[str, torch.nn.Module]) -> dict[str, float]:
     """Milliseconds of one image's forward pass, see :func:`median_ms`."""
     device = next(iter(models.values())).data_preprocessor.device

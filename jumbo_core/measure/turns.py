@@ -22,6 +22,11 @@ def take_turns(calls: dict[str, Callable[[], object]], repeats: int) -> dict[str
     return times
 
 
+def median_ms(calls: dict[str, Callable[[], object]], *, samples: int = 1, repeats: int = 25) -> dict[str, float]:
+    """Milliseconds per sample of each call, the median over the rounds of :func:`take_turns`."""
+    return {name: statistics.median(values) / samples for name, values in take_turns(calls, repeats).items()}
+
+
 def spread(values: list[float]) -> dict[str, float]:
     low, median, high = statistics.quantiles(values, n=4)
     return {"median": round(median, 3), "quartiles": [round(low, 3), round(high, 3)]}

@@ -229,8 +229,6 @@ def _current_names(tensors: dict[str, torch.Tensor], backbone: nn.Module) -> tup
         return tensors, []
     # With the model's own grid named as the file's, positions pass through: they are fitted, and logged, later.
     renamed = to_current_names(tensors, backbone.vit, resample=False, grid=backbone.vit.patch_embed.grid_size)
-    # Renaming sets the encoder's flip rule. Here that is done last: a refused file leaves the backbone as it was.
-    backbone.set_flip(backbone.flipped.nonzero().flatten().tolist())
     return renamed.weights, renamed.ignored
 
 

@@ -72,7 +72,14 @@ class JumboBlock(nn.Module):
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, J+E+N, D) -> (B, J+E+N, D). ``attn_mask`` broadcasts to (B, heads, T, T), True = may be attended to."""
-        x = x + self.drop_path(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask)))
+        return self.feed(self.attend(x, attn_mask), jumbo_ffn)
+
+    def attend(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """The first half, attention with its residual: a new tensor of the shape of ``x``."""
+        return x + self.drop_path(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask)))
+
+    def feed(self, x: torch.Tensor, jumbo_ffn: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """The second half, the feed-forward networks; overwrites ``x`` when gradients are off."""
         if not self.multiplier:
             return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
@@ -84,7 +91,7 @@ class JumboBlock(nn.Module):
 
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return torch.cat([slices + slices_update, rest + rest_update], dim=1)
-        # x was made by this call and nobody else holds it, so both parts are updated where they lie: no concatenation.
+        # x is the first half's own result and nobody else holds it, so both parts are updated where they lie.
         slices.add_(slices_update)
         rest.add_(rest_update)
         return x

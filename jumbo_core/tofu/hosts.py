@@ -13,7 +13,7 @@ from timm.layers import Attention
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from jumbo_core.jumbo import JumboBlock, JumboEncoder, join_slices, split_slices
+from jumbo_core.jumbo import JumboBlock, JumboEncoder
 
 
 class FusionHost(Protocol):
@@ -156,16 +156,10 @@ class JumboHost:
     def attend(self, block, tokens, bias, jumbo_ffn=None, attn_mask=None):
         if attn_mask is not None:
             raise ValueError("a fused model takes no padding mask, for its tokens leave their places; remove() first")
-        return tokens + block.drop_path(block.ls1(block.attn(block.norm1(tokens), attn_mask=bias)))
+        return block.attend(tokens, bias)
 
     def feed(self, block, tokens, jumbo_ffn=None, attn_mask=None):
-        j = block.multiplier
-        rest = tokens[:, j:]
-        rest = rest + block.drop_path(block.ls2(block.mlp(block.norm2(rest))))
-        if not j:
-            return rest
-        update = block.drop_path(block.ls3(jumbo_ffn(block.norm3(join_slices(tokens[:, :j])))))
-        return torch.cat([tokens[:, :j] + split_slices(update, j), rest], dim=1)
+        return block.feed(tokens, jumbo_ffn)
 
     def mlp(self, block):
         return block.mlp

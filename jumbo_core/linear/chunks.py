@@ -23,6 +23,11 @@ PAIRS_AT_ONCE = 1 << 20
 FLOOR = {torch.float32: -60.0, torch.float64: -600.0}
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class Span(NamedTuple):
     """What forward and backward both need of a few chunks; see :func:`_span`."""
 
@@ -102,8 +107,7 @@ class Workspace:
             return None
         size = math.prod(shape)
         if name not in self.buffers or self.buffers[name].numel() < size:
-            dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-            self.buffers[name] = torch.empty(size, dtype=dtype, device=like.device)
+            self.buffers[name] = torch.empty(size, dtype=accumulation_dtype(like.dtype), device=like.device)
         return self.buffers[name][:size].view(shape)
 
 
@@ -143,9 +147,10 @@ class ChunkedScan(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, dt, A, B, C, D, initial_state, chunk_size):
-        accumulate = torch.float64 if x.dtype == torch.float64 else torch.float32
         train = any(ctx.needs_input_grad)
-        y, state, starts = scan_chunks(x, dt, A, B, C, D, initial_state.to(accumulate), chunk_size, keep_states=train)
+        y, state, starts = scan_chunks(
+            x, dt, A, B, C, D, initial_state.to(accumulation_dtype(x.dtype)), chunk_size, keep_states=train
+        )
         ctx.save_for_backward(x, dt, A, B, C, D, starts)
         ctx.chunk_size, ctx.state_dtype = chunk_size, initial_state.dtype
         return y, state

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core import checks
+from jumbo_core.linear.chunks import accumulation_dtype
 from jumbo_core.linear.ssd import BACKENDS, ssd_scan
 
 
@@ -33,7 +34,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """(…, dim), (…, dim) -> (…, dim) in the dtype of ``y``."""
-        wide = _wide(y.dtype)
+        wide = accumulation_dtype(y.dtype)
         gated = y.to(wide) * F.silu(gate.to(wide))
         return F.rms_norm(gated, gated.shape[-1:], self.weight.to(wide), self.eps).to(y.dtype)
 
@@ -178,7 +179,7 @@ class Mamba2Mixer(nn.Module):
         like = self.in_proj.weight
         inputs = like.new_zeros(batch, self.conv_kernel - 1, self.conv1d.in_channels, dtype=dtype)
         shape = (batch, self.num_heads, self.head_dim, self.d_state)
-        return MixerState(inputs, like.new_zeros(shape, dtype=_wide(inputs.dtype)))
+        return MixerState(inputs, like.new_zeros(shape, dtype=accumulation_dtype(inputs.dtype)))
 
     def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         channels = self.inner + 2 * self.d_state
@@ -198,12 +199,8 @@ class Mamba2Mixer(nn.Module):
         return torch.cat([before, xbc], dim=1)[:, xbc.shape[1] :]
 
     def _step_sizes(self, dt: torch.Tensor) -> torch.Tensor:
-        wide = _wide(dt.dtype)
+        wide = accumulation_dtype(dt.dtype)
         return F.softplus(dt.to(wide) + self.dt_bias.to(wide))
 
     def _decay(self) -> torch.Tensor:
-        return -torch.exp(self.A_log.to(_wide(self.A_log.dtype)))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        return -torch.exp(self.A_log.to(accumulation_dtype(self.A_log.dtype)))

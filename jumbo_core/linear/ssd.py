@@ -10,16 +10,12 @@ Inside a chunk the same thing is a masked, attention-like matrix product; betwee
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from jumbo_core import checks
 from jumbo_core.linear.backends import fused_backend, fused_scan
-from jumbo_core.linear.chunks import ChunkedScan, scan_chunks
-
-logger = logging.getLogger(__name__)
+from jumbo_core.linear.chunks import ChunkedScan, accumulation_dtype, scan_chunks
 
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
 
@@ -135,11 +131,6 @@ def ssd_scan_reference(
         state = new
         outputs.append(y_t)
     return torch.stack(outputs, dim=1).to(x.dtype), state
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def chunk_for(shape: tuple[int, ...]) -> int:

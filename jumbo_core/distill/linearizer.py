@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from numbers import Real
 
 import torch
@@ -17,6 +16,7 @@ from jumbo_core.distill.masked import check_mask_ratio, masked_count, prediction
 from jumbo_core.distill.stages import StageFeatures, check_images, find_vit, stage_features
 from jumbo_core.distill.teachers import FrozenTeacher, as_teacher
 from jumbo_core.jumbo.dropping import take_patches
+from jumbo_core.modes import evaluating
 
 
 class ViTLinearizer(nn.Module):
@@ -186,7 +186,7 @@ def unmasked_features(pair: ViTLinearizer | tuple[nn.Module, nn.Module], images:
         _check_apart(*pair)
         teacher, student, resample = as_teacher(pair[0]), _student_vit(pair[1]), True
         stages = min(4, teacher.depth, len(student.blocks))
-    with torch.no_grad(), _evaluating(student):
+    with torch.no_grad(), evaluating(student):
         return stage_features(teacher, student, images, stages, resample=resample)
 
 
@@ -201,17 +201,6 @@ def map_distance(linearizer: ViTLinearizer | tuple[nn.Module, nn.Module], images
     """
     features = unmasked_features(linearizer, images)
     return [activation_matching_loss(t, s).item() for t, s in zip(features.teacher, features.student, strict=True)]
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _student_vit(student: nn.Module) -> nn.Module:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core import checks
+from jumbo_core.modes import evaluating
 from jumbo_core.tofu.apply import is_fused
 from jumbo_core.tofu.hosts import FusionHost, host_of
 from jumbo_core.tofu.importance import gradient_importance
@@ -121,7 +121,7 @@ def linearity_profile(
         raise ValueError("profile the model before it is fused; call remove_tofu(model) first")
     generator = torch.Generator().manual_seed(seed)
     straight, important, count, patches = [], [], 0, None
-    with _evaluating(model):
+    with evaluating(model):
         for batch in batches:
             images, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
             if len(images) < 2:
@@ -185,15 +185,3 @@ def _straightness(mlp: nn.Module, start: torch.Tensor, end: torch.Tensor, steps:
     length = path.diff(dim=0).norm(dim=-1).sum(0)
     ratio = torch.where(length > 0, chord / torch.where(length > 0, length, 1), 1)
     return ratio.clamp(max=1).mean().item()  # rounding may lift a straight path above 1
-
-
-@contextmanager
-def _evaluating(model: nn.Module):
-    """Eval mode for every module, each put back as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from jumbo_core import checks
 from jumbo_core.distill.finite import check_finite
 from jumbo_core.jumbo.stack import resolve_index
+from jumbo_core.models.surface import PatchModel
 
 if TYPE_CHECKING:
     from jumbo_core.distill.teachers import FrozenTeacher
@@ -57,9 +58,7 @@ def find_vit(model: nn.Module) -> nn.Module | None:
     Raises:
         TypeError: there are several.
     """
-    names = ("embed", "encoder", "grid_of")
-    # A compiled module passes on the attributes of the one it holds, which is met next.
-    found = [m for m in model.modules() if all(hasattr(m, n) for n in names) and not hasattr(m, "_orig_mod")]
+    found = [module for module in model.modules() if isinstance(module, PatchModel)]
     if len(found) > 1:
         raise TypeError(f"{type(model).__name__} holds {len(found)} image models, pass the one that is meant")
     return found[0] if found else None

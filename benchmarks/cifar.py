@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 import torch
 from PIL import Image
+from torch.nn import functional as F
 from tqdm import tqdm
 
 from jumbo_core.measure import ResultFile, count_parameters, markdown_table, mean_spread, multiply_adds
@@ -47,10 +48,10 @@ def load(path: Path, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Photos(torch.utils.data.Dataset):
-    """Photos in memory; ``flip`` mirrors every other one at random, the only augmentation."""
+    """Photos in memory; ``flip`` mirrors every other one at random, ``shift`` moves them by up to so many pixels."""
 
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, *, flip: bool = False) -> None:
-        self.images, self.labels, self.flip = images, labels, flip
+    def __init__(self, images: torch.Tensor, labels: torch.Tensor, *, flip: bool = False, shift: int = 0) -> None:
+        self.images, self.labels, self.flip, self.shift = images, labels, flip, shift
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -59,6 +60,9 @@ class Photos(torch.utils.data.Dataset):
         image = self.images[i]
         if self.flip and torch.rand(()) < 0.5:
             image = image.flip(-1)
+        if self.shift:
+            left, top = torch.randint(0, 2 * self.shift + 1, (2,)).tolist()
+            image = F.pad(image, [self.shift] * 4)[:, top : top + 32, left : left + 32]
         return {"pixel_values": image, "labels": self.labels[i]}
 
 

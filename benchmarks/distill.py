@@ -22,13 +22,11 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from torch.nn import functional as F
 from tqdm import tqdm
 
-from benchmarks.cifar import load
+from benchmarks.cifar import HELD_OUT, Photos, load
 from jumbo_core.measure import ResultFile, count_parameters, markdown_table, mean_spread
 
-HELD_OUT = 2000
 KINDS = {"Adventurer": 0, "Jumbo-linear J=4": 4}  # multiplier
 # Epochs before fine-tuning come from settings; weights of (maps, masks) while distilling, None = labels.
 RECIPES = {
@@ -40,25 +38,6 @@ RECIPES = {
 }
 
 
-class Photos(torch.utils.data.Dataset):
-    """Photos in memory; in training mirrored at random, and shifted by up to ``shift`` pixels if asked."""
-
-    def __init__(self, images: torch.Tensor, labels: torch.Tensor, *, train: bool = False, shift: int = 0) -> None:
-        self.images, self.labels, self.train, self.shift = images, labels, train, shift
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> dict:
-        image = self.images[i]
-        if self.train and torch.rand(()) < 0.5:
-            image = image.flip(-1)
-        if self.train and self.shift:
-            left, top = torch.randint(0, 2 * self.shift + 1, (2,)).tolist()
-            image = F.pad(image, [self.shift] * 4)[:, top : top + 32, left : left + 32]
-        return {"pixel_values": image, "labels": self.labels[i]}
-
-
 def split(data: str, settings: dict) -> tuple[Photos, Photos, Photos]:
     """Photos of the teacher, those of the students (a part of them), and the test photos."""
     images, labels = load(Path(data) / "train.parquet", settings["train_photos"])
@@ -66,8 +45,8 @@ def split(data: str, settings: dict) -> tuple[Photos, Photos, Photos]:
     few = order[: settings["student_photos"]]
     test = Photos(*load(Path(data) / "test.parquet", settings["test_photos"]))
     return (
-        Photos(images[order], labels[order], train=True, shift=2),
-        Photos(images[few], labels[few], train=True),
+        Photos(images[order], labels[order], flip=True, shift=2),
+        Photos(images[few], labels[few], flip=True),
         test,
     )
 

@@ -76,7 +76,7 @@ def plain_fused(model, image, plan, *, proportional: bool, norm: str, attention:
     return x
 
 
-@pytest.mark.parametrize("make, options", MODELS, ids=str)
+@pytest.mark.parametrize("make, options", MODELS, ids=lambda v: getattr(v, "__name__", str(v)))
 @pytest.mark.parametrize("proportional", [False, True])
 @pytest.mark.parametrize("fused_attention", [False, True])
 def test_against_blocks_written_out(make, options, proportional, fused_attention, image):
@@ -99,7 +99,11 @@ def test_against_blocks_written_out(make, options, proportional, fused_attention
     assert not sources[:, :prefix, prefix:].any() and not sources[:, prefix:, :prefix].any()
 
 
-@pytest.mark.parametrize("make, options", [(timm_vit, {"qk_norm": True}), (jumbo_vit, {"registers": 2})], ids=str)
+@pytest.mark.parametrize(
+    "make, options",
+    [(timm_vit, {"qk_norm": True}), (jumbo_vit, {"registers": 2})],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
 @pytest.mark.parametrize("proportional", [False, True])
 def test_by_attention_against_blocks_written_out(make, options, proportional):
     model, image = make(**options), torch.randn(8, 3, 32, 32)

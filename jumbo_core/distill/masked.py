@@ -95,15 +95,15 @@ def masked_prediction_loss(
     target, guess = teacher[mask], prediction[mask]  # (B, N, D) -> (M, D)
     if not len(target):
         raise ValueError(f"the mask {tuple(mask.shape)} masks no token: there is nothing to predict")
+    check_finite(["the teacher's features", "the prediction"], [target, guess])
     return prediction_loss(target, guess, beta=beta, normalize_target=normalize_target)
 
 
 def prediction_loss(
     target: torch.Tensor, prediction: torch.Tensor, *, beta: float = 1.0, normalize_target: bool = True
 ) -> torch.Tensor:
-    """:func:`masked_prediction_loss` of tokens (..., D) that are all masked."""
+    """:func:`masked_prediction_loss` of tokens (..., D) that are all masked and known to be finite."""
     beta, normalize_target = checks.positive("beta", beta), checks.flag("normalize_target", normalize_target)
-    check_finite(["the teacher's features", "the prediction"], [target, prediction])
     precision = torch.promote_types(torch.promote_types(target.dtype, prediction.dtype), torch.float32)
     target, prediction = target.detach().to(precision), prediction.to(precision)
     if normalize_target:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from jumbo_core import checks
 from jumbo_core.distill import ViTLinearizer
-from jumbo_core.distill.stages import vit_features
 from jumbo_core.jumbo import param_groups
 
 # What a checkpoint holds beside the student's folder: mask token and predictor.
@@ -133,14 +131,15 @@ class LinearizerTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any):
         """As for any Trainer, with the student's parameters that no loss reaches frozen for the time."""
         self._sums, self._steps = None, 0.0
-        idle = idle_parameters(self.linearizer)
-        for parameter in idle:
-            parameter.requires_grad_(False)
-        try:
-            return super().train(*args, **kwargs)
-        finally:
+        with self.linearizer.vit.encoder.reading("patches"):
+            idle = idle_parameters(self.linearizer)
             for parameter in idle:
-                parameter.requires_grad_(True)
+                parameter.requires_grad_(False)
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                for parameter in idle:
+                    parameter.requires_grad_(True)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer that ``args`` name, with the groups of :func:`jumbo_core.jumbo.param_groups`."""
@@ -279,26 +278,15 @@ def load_teacher(teacher: nn.Module | str | Path) -> nn.Module:
 
 
 def idle_parameters(linearizer: ViTLinearizer) -> list[nn.Parameter]:
-    """Trainable parameters that distillation cannot reach: those that change no patch, and an unused predictor.
-
-    Found by running a copy of the student once, so that nothing here knows how it is built. The copy's weights are
-    disturbed: a layer that starts at zero hides those in front of it, and would itself stay in training.
-    """
+    """Trainable parameters that distillation cannot reach: those that change no patch, and an unused predictor."""
+    vit = linearizer.vit
+    with vit.encoder.reading("patches"):
+        # Features are taken before the final norm; a head, whoever holds it, is no part of them either.
+        parts = [vit.patch_embed, vit.encoder.blocks, getattr(vit.encoder, "jumbo_mlp", None)]
+        reached = {id(p) for part in parts if part is not None for p in part.parameters() if p.requires_grad}
+    tokens = [vit.pos_embed, *vit.encoder.parameters(recurse=False)]
+    reached |= {id(parameter) for parameter in tokens}
     idle = [] if linearizer.mask_weight else list(linearizer.predictor.parameters())
-    vit, device = deepcopy(linearizer.vit).float().eval(), linearizer.vit.pos_embed.device
-    for module in vit.modules():  # somebody's hooks are about the student, not about its copy
-        module._forward_pre_hooks.clear(), module._forward_hooks.clear()
-    with _own_randomness(0, device):
-        with torch.no_grad():
-            for parameter in vit.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
-        vit.requires_grad_(True)
-        last = len(vit.blocks) - 1  # what an earlier stage is made of reaches the last one too
-        with torch.enable_grad():
-            patches = vit_features(vit, torch.randn(1, vit.in_chans, *vit.img_size, device=device), [last])[last]
-            (patches * torch.randn_like(patches)).sum().backward()
-    pairs = zip(linearizer.vit.parameters(), vit.parameters(), strict=True)
-    reached = {id(own) for own, copy in pairs if copy.grad is not None and copy.grad.any()}
     idle += [parameter for parameter in linearizer.student.parameters() if id(parameter) not in reached]
     return [parameter for parameter in idle if parameter.requires_grad]
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -159,6 +160,20 @@ class BlockStack(nn.Module):
         self._unreachable = [n for n, p in parameters.items() if n.startswith(tuple(idle)) and p.requires_grad]
         for name in self._unreachable:
             parameters[name].requires_grad_(False)
+
+    @contextmanager
+    def reading(self, reads: str) -> Iterator[None]:
+        """:meth:`freeze_unreachable` for a while, for another reader than the model's own head; then as it was."""
+        parameters, before = dict(self.named_parameters()), list(self._unreachable)
+        self.freeze_unreachable(reads)
+        try:
+            yield
+        finally:
+            for name in self._unreachable:
+                parameters[name].requires_grad_(True)
+            for name in before:
+                parameters[name].requires_grad_(False)
+            self._unreachable = before
 
 
 def check_mask(patches: torch.Tensor, mask: torch.Tensor) -> None:

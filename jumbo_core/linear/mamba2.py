@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core import checks
-from jumbo_core.linear.chunks import accumulation_dtype
 from jumbo_core.linear.ssd import BACKENDS, ssd_scan
+from jumbo_core.linear.steps import accumulation_dtype
 
 
 class MixerState(NamedTuple):

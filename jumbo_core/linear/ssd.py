@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from jumbo_core import checks
 from jumbo_core.linear.backends import fused_backend, fused_scan
-from jumbo_core.linear.chunks import ChunkedScan, accumulation_dtype, scan_chunks
+from jumbo_core.linear.chunks import ChunkedScan, scan_chunks
+from jumbo_core.linear.steps import accumulation_dtype
 
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
 

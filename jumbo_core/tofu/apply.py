@@ -253,19 +253,17 @@ class _FusedForward:
         if r:
             tokens, step = self._fuse(tokens, r, step)
         elif run.plan.counts[self.index]:  # capped to nothing, but the hooks are there
-            self._captured()
+            self.queries.take(), self.keys.take()
         tokens = self.host.feed(self.block, tokens, *context, **options)
         run.after(self.index, step, tokens)
         return unmerge(tokens, step.place) if step.dense and step.place is not None else tokens
 
-    def _captured(self) -> tuple[torch.Tensor | None, torch.Tensor]:
-        return self.queries.take(), self.keys.take()
-
     def _fuse(self, tokens: torch.Tensor, r: int, step: _Step) -> tuple[torch.Tensor, _Step]:
         run = self.run
-        queries, keys = self._captured()
+        queries, keys = self.queries.take(), self.host.keys(self.block, self.keys.take())
         importance = None
         if run.importance == "attention":
+            queries = self.host.queries(self.block, queries)
             sizes = step.sizes if run.proportional else None
             importance = attention_received(queries, keys, scale=self.host.scale(self.block), sizes=sizes)
         matching = match(keys, r, protected=run.prefix, importance=importance, order=run.order)

@@ -1,6 +1,7 @@
 """What fusion asks of a model: where its blocks are, where attention ends, what stands in front of the patches.
 
-A host is one object per kind of model; adapters register their own with :func:`register_host`.
+A host is one object per kind of model, a subclass of :class:`FusionHost`; adapters register their own with
+:func:`register_host`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,15 @@ class FusionHost(Protocol):
         """Patches of the input the model was made for; None if it takes any number."""
 
     def queries_and_keys(self, block: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Modules whose outputs are the queries and keys (B, H, T, d) that attention multiplies."""
+        """Modules whose outputs hold the queries and the keys; hooks catch them there."""
+
+    def queries(self, block: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        """Queries (B, H, T, d) from what the first of those modules gave. Default: its output itself."""
+        return output
+
+    def keys(self, block: nn.Module, output: torch.Tensor) -> torch.Tensor:
+        """Keys (B, H, T, d) from what the second of those modules gave. Default: its output itself."""
+        return output
 
     def scale(self, block: nn.Module) -> float:
         """What attention multiplies its scores by."""
@@ -81,7 +90,7 @@ def host_of(model: nn.Module) -> FusionHost:
     raise TypeError(f"token fusion does not know {_describe(model)}; supported: {supported}")
 
 
-class TimmHost:
+class TimmHost(FusionHost):
     """timm's VisionTransformer with its plain pre-norm block: ViT, DeiT, CLIP, DINOv2, SigLIP, … of that class."""
 
     supported = "timm VisionTransformer (and subclasses) made of its Block and Attention"
@@ -127,7 +136,7 @@ class TimmHost:
         return [(model, "forward_intermediates")]
 
 
-class JumboHost:
+class JumboHost(FusionHost):
     """JumboEncoder, alone or as ``.encoder`` of a model (JumboViT): the J slices and the registers are protected."""
 
     supported = "JumboEncoder and models with one as .encoder (JumboViT)"

@@ -1,4 +1,11 @@
-"""JumboPatchTST in tsai: pass the class or an instance as ``arch`` of TSForecaster or ts_learner.
+"""JumboPatchTST in tsai: pass the class or an instance as ``arch`` of tsai's learners or of ts_learner.
+
+The head follows from ``arch_config``: nothing for TSForecaster, ``dict(head="classify")`` for TSClassifier,
+``dict(head="regress")`` for TSRegressor, and for masked patches ``TSForecaster(X, X, arch_config=dict(head="pretrain"),
+loss_func=pretraining_loss)``, which fits and validates; the encoder then goes to another learner's model with
+``learner.model.load_pretrained(pretrained.model)``. Quantiles: ``arch_config=dict(quantiles=q)`` and
+``loss_func=PinballLoss(q)``. NaN in X: ``arch_config=dict(missing="mask")``. ``learner.show_results`` compares decoded
+targets, which for targets of several steps needs ``tfms=[None, TSForecasting()]``, with any architecture.
 
 Importing this module has one effect: it repairs tsai's data loader for numpy 2. tsai numbers the samples of a loader
 with the smallest integer type that holds their count (``smallest_dtype``), and ``NumpyDataLoader.create_batch`` adds
@@ -14,9 +21,12 @@ import time
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
+from ts_ext.losses import ObservedMSELoss, PinballLoss
 from ts_ext.patchtst import JumboPatchTST
+from ts_ext.pretraining import PretrainOutput
 
 try:
     from fastai.callback.core import Callback
@@ -25,7 +35,9 @@ try:
 except ImportError as error:
     raise ImportError(f"ts_ext.tsai needs tsai: pip install 'jumbo-vit[ts]' ({error})") from error
 
-__all__ = ["FitBar", "JumboPatchTST", "jumbo_lr", "jumbo_splitter"]
+__all__ = [
+    "FitBar", "JumboPatchTST", "ObservedMSELoss", "PinballLoss", "jumbo_lr", "jumbo_splitter", "pretraining_loss",
+]  # fmt: skip
 
 
 def _repair_batch_numbers() -> None:
@@ -80,6 +92,11 @@ def jumbo_lr(lr: float, scale: float = 0.3) -> slice:
     if not lr > 0 or not scale > 0:
         raise ValueError(f"lr and scale must be above 0, got {lr} and {scale}")
     return slice(scale * lr, lr)
+
+
+def pretraining_loss(output: PretrainOutput, *targets: torch.Tensor) -> torch.Tensor:
+    """``loss_func=`` of a Learner whose model has head="pretrain": its own loss; targets of the loader have no say."""
+    return output.loss
 
 
 class FitBar(Callback):

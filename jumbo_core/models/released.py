@@ -77,7 +77,16 @@ def load_released(
             which nothing fits the model.
     """
     state = read_state_dict(source)
-    renamed = to_current_names(state, model, resample=resample, grid=grid)
+    report = fill(model, to_current_names(state, model, resample=resample, grid=grid))
+    if is_released_adventurer(state):
+        set_released_flip(model)
+    if report.missing or report.unexpected:
+        logger.warning("load_released: missing %s, unexpected %s", report.missing, report.unexpected)
+    return report
+
+
+def fill(model: nn.Module, renamed: Renamed) -> LoadReport:
+    """Load tensors under the model's own names into it; errors as :func:`load_released`."""
     own = model.state_dict()
     clashes = [
         f"{key}: file {tuple(value.shape)}, model {tuple(own[key].shape)}"
@@ -97,16 +106,11 @@ def load_released(
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise ValueError(f"{key} in the file holds NaN or infinite values: the file is damaged")
     model.load_state_dict(usable, strict=False)
-    if is_released_adventurer(state):
-        set_released_flip(model)
-    report = LoadReport(
+    return LoadReport(
         missing=sorted(set(own) - set(usable)),
         unexpected=sorted(set(renamed.weights) - set(own)),
         ignored=sorted(renamed.ignored),
     )
-    if report.missing or report.unexpected:
-        logger.warning("load_released: missing %s, unexpected %s", report.missing, report.unexpected)
-    return report
 
 
 def read_state_dict(source: str | Path | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

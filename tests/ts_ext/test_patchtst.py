@@ -233,7 +233,7 @@ def test_export_with_a_dynamic_batch():
         ((4, 4, 7, 12), {}, "window of 7 steps is shorter than one patch of 8"),
         ((0, 4, 40, 12), {}, "c_in must be an integer of at least 1, got 0"),
         ((4, 3, 40, None), {}, "c_out must be 1, got 3"),
-        ((4, 4, 40, 12), dict(head="classify"), "unknown head 'classify'; JumboPatchTST has: forecast"),
+        ((4, 4, 40, 12), dict(head="segment"), "unknown head 'segment'; .* has: forecast, classify, regress, pretrain"),
         ((4, 4, 40, 12), dict(custom_head=torch.nn.Identity()), "brings its own head"),
         ((4, 2, 40, 12), dict(target_channels=[0, 4]), r"2 of the input channels 0..3, got \[0, 4\]"),
         ((4, 4, 40, 12), dict(affine=True, revin=False), "needs revin=True"),

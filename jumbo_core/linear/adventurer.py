@@ -80,6 +80,10 @@ class AdventurerBlock(nn.Module):
         padding: Padding | None = None,
     ) -> torch.Tensor:
         """(B, N + globals, D) -> the same; global tokens last."""
+        return self.feed(self.mix(h, padding), jumbo_ffn)
+
+    def mix(self, h: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
+        """The first half, the mixer with its residual: a new tensor of the shape of ``h``."""
         u = self.norm(h)
         if padding is None:
             y = self.mixer(torch.cat([u.mean(dim=1, keepdim=True), u], dim=1))[:, 1:]
@@ -89,7 +93,10 @@ class AdventurerBlock(nn.Module):
             mask = torch.cat([padding.real.new_ones(len(u), 1), padding.real], dim=1)
             sequence = _take(torch.cat([mean, u], dim=1), padding.insert)
             y = _take(self.mixer(sequence, mask.gather(1, padding.insert)), padding.remove)
-        h = h + self.drop_path(y)
+        return h + self.drop_path(y)
+
+    def feed(self, h: torch.Tensor, jumbo_ffn: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+        """The second half, the feed-forward networks; overwrites ``h`` when gradients are off."""
         if not self.multiplier:
             return h + self.drop_path(self.mlp(self.norm_mlp(h)))
         patches, slices = h[:, : -self.multiplier], h[:, -self.multiplier :]
@@ -98,7 +105,7 @@ class AdventurerBlock(nn.Module):
         patches_update = self.drop_path(self.mlp(self.norm_mlp(patches)))
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return torch.cat([patches + patches_update, slices + g], dim=1)
-        patches.add_(patches_update)  # h was made by this call and nobody else holds it
+        patches.add_(patches_update)  # h is the first half's own result and nobody else holds it
         slices.add_(g)
         return h
 
@@ -231,16 +238,16 @@ class AdventurerEncoder(BlockStack):
         if padding is not None:
             patches = _take(patches.masked_fill(~mask[..., None], 0), padding.order)
         tokens = torch.cat([patches, self.global_token(patches)], dim=1)
-        reverse = self._reversal(tokens) if padding is None else padding.flip
+        reverse = self._reversal if padding is None else lambda _: padding.flip
         collected, reversed_now = {}, False
         for i in range(len(self.blocks[:stop])):
             # Tokens stay as the last block left them: one reversal where the direction changes, not two per block.
             if reversed_now != (i in self.flipped):
-                tokens, reversed_now = _take(tokens, reverse), not reversed_now
+                tokens, reversed_now = _take(tokens, reverse(tokens)), not reversed_now
             tokens = self.run_block(i, tokens, padding)
             if collect is not None and i in collect:
-                collected[i] = self._in_order(tokens, reverse if reversed_now else None, padding)
-        tokens = self._in_order(tokens, reverse if reversed_now else None, padding)
+                collected[i] = self._in_order(tokens, reverse(tokens) if reversed_now else None, padding)
+        tokens = self._in_order(tokens, reverse(tokens) if reversed_now else None, padding)
         return self.split(self.norm(tokens)) if collect is None else (tokens, collected)
 
     def split(self, tokens: torch.Tensor) -> JumboOutput:
@@ -252,7 +259,7 @@ class AdventurerEncoder(BlockStack):
         return tokens[:, -self.num_global_tokens :]
 
     def _reversal(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Index (T,) that reverses the patches and leaves global tokens where they are."""
+        """Index (T,) that reverses the patches of ``tokens``, fewer where fusion took some, but no global token."""
         index = torch.arange(tokens.shape[1], device=tokens.device)
         count = self.num_global_tokens
         return torch.cat([index[:-count].flip(0), index[-count:]])

@@ -1,5 +1,6 @@
 """Seed 3: token fusion (ToFu, arXiv 2312.01026): prune, average or merge tokens of models people already have."""
 
+from jumbo_core.tofu import hosts_adventurer, hosts_eva  # noqa: F401 (they register their hosts)
 from jumbo_core.tofu.apply import FusedModel, FusionReport, apply_tofu, is_fused, remove_tofu
 from jumbo_core.tofu.hosts import FusionHost, register_host
 from jumbo_core.tofu.importance import attention_received, gradient_importance

@@ -5,33 +5,52 @@ Source: ToFu (arXiv 2312.01026): r tokens leave between the attention and the ML
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from types import CodeType, MethodType
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from jumbo_core import checks
-from jumbo_core.tofu.hosts import FusionHost, host_of
+from jumbo_core.tofu.hosts import Arrangement, FusionHost, host_of
 from jumbo_core.tofu.importance import attention_received
 from jumbo_core.tofu.matching import ORDERS, match
 from jumbo_core.tofu.operators import NORMS, compose, fuse, source_map, unmerge
 from jumbo_core.tofu.plan import Clamp, FusionPlan
 
 IMPORTANCE = ("similarity", "attention")
+WEIGHTS = ("size", "importance")
 
 
 @dataclass(frozen=True)
 class FusionReport:
-    """What a plan does to N patches: ``tokens[i]`` patches leave block i; ``clamps`` says where r had to be cut."""
+    """What a plan does to N patches: ``tokens[i]`` patches leave block i; ``clamps`` says where r had to be cut.
+
+    ``multiply_adds`` of the blocks for one image, matching included, and ``unfused`` without fusion: None where the
+    model's host knows no closed form.
+    """
 
     num_patches: int
     tokens: list[int]
     clamps: list[Clamp]
+    multiply_adds: int | None = None
+    unfused: int | None = None
+
+    @property
+    def saved(self) -> float | None:
+        """Share of the multiply-adds that fusion saves."""
+        return None if self.multiply_adds is None else 1 - self.multiply_adds / self.unfused
 
     def __str__(self) -> str:
         lines = [f"{self.num_patches} patches, after each block: {', '.join(map(str, self.tokens))}"]
         lines += [f"block {c.block}: asked to remove {c.asked}, only {c.possible} could leave" for c in self.clamps]
+        if self.multiply_adds is not None:
+            lines.append(
+                f"multiply-adds of the blocks for one image: {self.multiply_adds:,} of {self.unfused:,}, "
+                f"{100 * self.saved:.1f} % saved"
+            )
         return "\n".join(lines)
 
 
@@ -47,7 +66,7 @@ class FusedModel:
         self.model, self.plan, self._host, self._run = model, plan, host, run
 
     def report(self, num_patches: int | None = None) -> FusionReport:
-        """Patches kept per block and clamps, for N patches. Default N: of the latest call, else of the model's size.
+        """Patches kept per block, clamps and compute, for N patches. Default N: of the latest call, else the model's.
 
         Raises:
             ValueError: N is not given, nothing ran yet and the model takes any number of patches.
@@ -56,21 +75,24 @@ class FusedModel:
             num_patches = self._run.num_patches or self._host.num_patches(self.model)
         if num_patches is None:
             raise ValueError("give num_patches: the model takes any number and has not been called yet")
-        _, clamps = self.plan.resolve(num_patches)
-        return FusionReport(num_patches, self.plan.tokens_after(num_patches), clamps)
+        return fusion_report(self.model, self.plan, num_patches)
 
     def sizes(self) -> torch.Tensor:
         """(B, K, 1): how many originals each token of the latest call's output stands for (pruned ones not counted)."""
-        return self._last().sizes
+        sizes, order = self._last().sizes, self._host.arrangement(self.model, None)
+        return sizes if order is None else order.restore(sizes)
 
     def place(self) -> torch.Tensor:
         """(B, T): where each original token of the latest call stands in its output, for :func:`unmerge`."""
-        return self._last().place
+        last, order = self._last(), self._host.arrangement(self.model, None)
+        if order is None:
+            return last.place
+        stands = order.arrange(torch.arange(last.sizes.shape[1], device=last.place.device).unsqueeze(0))
+        return order.restore(stands[0][last.place])
 
     def sources(self) -> torch.Tensor:
         """(B, K, T) bool: which originals each token of the latest call's output stands for."""
-        last = self._last()
-        return source_map(last.place, last.sizes.shape[1])
+        return source_map(self.place(), self._last().sizes.shape[1])
 
     def remove(self) -> nn.Module:
         """Take the fusion out; the model is as before. Raises ValueError if it is not in."""
@@ -82,6 +104,14 @@ class FusedModel:
         return self._run.last
 
 
+def fusion_report(model: nn.Module, plan: FusionPlan, num_patches: int) -> FusionReport:
+    """What a plan does to N patches in a model, fused or not. Raises as :meth:`FusionPlan.resolve` does."""
+    host, (_, clamps), tokens = host_of(model), plan.resolve(num_patches), plan.tokens_after(num_patches)
+    whole = [num_patches] * len(tokens)
+    left = host.multiply_adds(model, [num_patches, *tokens[:-1]], tokens)
+    return FusionReport(num_patches, tokens, clamps, left, host.multiply_adds(model, whole, whole))
+
+
 def apply_tofu(
     model: nn.Module,
     plan: FusionPlan,
@@ -89,6 +119,7 @@ def apply_tofu(
     proportional: bool = False,
     importance: str = "similarity",
     norm: str = "max",
+    weights: str | None = None,
     order: str = "position",
 ) -> FusedModel:
     """Make a model fuse tokens as the plan says, in place and without touching its parameters.
@@ -98,18 +129,21 @@ def apply_tofu(
     checkpointed, deep-copied and pickled, fusion included; its state dict does not change.
 
     Args:
-        model: a timm VisionTransformer, a JumboViT or JumboEncoder; others through :func:`register_host`.
+        model: a timm VisionTransformer or Eva, a JumboViT, AdventurerViT or their encoders; others through
+            :func:`register_host`.
         plan: one operator and one count per block.
         proportional: add log sizes to the attention scores (ToMe), so that a merged token weighs what it stands for.
         importance: who leaves: "similarity" (those most alike another, default) or "attention" (those that receive
             least). Whom they join is decided by similarity.
-        norm: length of MLERP groups, "max" (default) or "mean", see :func:`fuse`.
+        norm: of MLERP groups, "max" (default), "mean" or "spherical", see :func:`fuse`.
+        weights: what members of a merged group count by: "size", "importance" (the attention they receive), or None
+            (default), each operator's own: size in "average", all alike in "mlerp".
         order: of the kept tokens, "position" (default) or "released", see :func:`match`.
 
     Raises:
         TypeError: a model that no host knows; what is supported is named.
         ValueError: a plan of another depth, or with an r that the model's own size cannot meet; a model that is fused
-            already; an unknown option.
+            already; an unknown option, or one that the model has no part for.
     """
     host = host_of(model)
     blocks = host.blocks(model)
@@ -121,23 +155,34 @@ def apply_tofu(
     for name, value, known in (("importance", importance, IMPORTANCE), ("norm", norm, NORMS), ("order", order, ORDERS)):
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}")
+    if weights is not None and weights not in WEIGHTS:
+        raise ValueError(f"weights must be None or one of {', '.join(map(repr, WEIGHTS))}, got {weights!r}")
     if is_fused(model):
         raise ValueError("the model is fused already; call remove() on its handle, or remove_tofu(model), first")
+    host.check_options(model, proportional, "attention" if weights == "importance" else importance)
     num_patches = host.num_patches(model)
     if num_patches is not None:
         plan.resolve(num_patches)
 
-    run = _Run(plan, host.prefix(model), proportional, importance, norm, order)
+    options = {
+        "proportional": proportional,
+        "importance": importance,
+        "norm": norm,
+        "weights": weights,
+        "order": order,
+    }
+    run = _Run(plan, host.prefix(model), **options)
     for i, block in enumerate(blocks):
         queries, keys = host.queries_and_keys(block)
-        fused = _FusedForward(block, i, host, run)
+        fused = _FusedForward(block, i, host, run, host.arrangement(model, i))
         if plan.counts[i]:
             keys.register_forward_hook(fused.keys)
-            if importance == "attention":
+            if run.reads_attention(i):
                 queries.register_forward_hook(fused.queries)
         block.forward = fused
     for owner, name in host.dense_calls(model):
-        setattr(owner, name, _DenseCall(owner, name, run))
+        setattr(owner, name, _DenseCall(owner, name, host, run))
+    host.remember(model, plan, options)
     return FusedModel(model, plan, host, run)
 
 
@@ -154,12 +199,14 @@ def remove_tofu(model: nn.Module) -> nn.Module:
     """
     if not is_fused(model):
         raise ValueError(f"there is no token fusion in this {type(model).__name__}")
+    host = next(m.forward.host for m in model.modules() if isinstance(m.__dict__.get("forward"), _FusedForward))
     for module in model.modules():
         for name in [n for n, value in module.__dict__.items() if isinstance(value, (_FusedForward, _DenseCall))]:
             delattr(module, name)
         hooks = module._forward_hooks
         for key in [key for key, hook in hooks.items() if isinstance(hook, _Capture)]:
             del hooks[key]
+    host.forget(model)
     return model
 
 
@@ -175,11 +222,25 @@ class _Step(NamedTuple):
 class _Run:
     """Options, and the traces of the latest call, which a copy or a pickle leaves behind."""
 
-    def __init__(self, plan: FusionPlan, prefix: int, proportional: bool, importance: str, norm: str, order: str):
+    def __init__(
+        self,
+        plan: FusionPlan,
+        prefix: int,
+        *,
+        proportional: bool,
+        importance: str,
+        norm: str,
+        weights: str | None,
+        order: str,
+    ) -> None:
         self.plan, self.prefix, self.proportional = plan, prefix, proportional
-        self.importance, self.norm, self.order = importance, norm, order
+        self.importance, self.norm, self.weights, self.order = importance, norm, weights, order
         self.dense = False
         self._forget()
+
+    def reads_attention(self, index: int) -> bool:
+        """Whether block ``index`` needs to know how much attention its tokens receive."""
+        return self.importance == "attention" or (self.weights == "importance" and self.plan.ops[index] != "prune")
 
     def _forget(self) -> None:
         self.num_patches: int | None = None
@@ -205,6 +266,9 @@ class _Run:
     def after(self, index: int, step: _Step, tokens: torch.Tensor) -> None:
         self.steps[index] = step
         if index == len(self.counts) - 1:
+            if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
+                self._forget()  # torch.export runs this with stand-ins that hold no values
+                return
             batch, kept = tokens.shape[:2]
             if step.place is None:
                 everyone = torch.arange(kept, device=tokens.device).expand(batch, kept)
@@ -232,8 +296,10 @@ class _Capture:
 class _FusedForward:
     """Stands in as ``block.forward``: attention, fusion, MLP."""
 
-    def __init__(self, block: nn.Module, index: int, host: FusionHost, run: _Run) -> None:
-        self.block, self.index, self.host, self.run = block, index, host, run
+    def __init__(
+        self, block: nn.Module, index: int, host: FusionHost, run: _Run, arrangement: Arrangement | None
+    ) -> None:
+        self.block, self.index, self.host, self.run, self.arrangement = block, index, host, run, arrangement
         self.queries, self.keys = _Capture(), _Capture()
 
     def __call__(self, tokens: torch.Tensor, *context, **options) -> torch.Tensor:
@@ -245,7 +311,9 @@ class _FusedForward:
             run.after(self.index, step, tokens)
             return tokens
         if step.dense and step.place is not None:
-            tokens = unmerge(tokens, step.origin)  # back to one token per group
+            tokens = self._unmerge(tokens, step.origin)  # back to one token per group
+        if step.origin is not None:
+            context, options = self.host.moved(step.origin[:, run.prefix :] - run.prefix, context, options)
         bias = None
         if run.proportional and step.sizes is not None:
             bias = step.sizes.log().to(tokens.dtype).transpose(1, 2).unsqueeze(1)  # (B, K, 1) -> (B, 1, 1, K)
@@ -256,18 +324,33 @@ class _FusedForward:
             self.queries.take(), self.keys.take()
         tokens = self.host.feed(self.block, tokens, *context, **options)
         run.after(self.index, step, tokens)
-        return unmerge(tokens, step.place) if step.dense and step.place is not None else tokens
+        return self._unmerge(tokens, step.place) if step.dense and step.place is not None else tokens
+
+    def _unmerge(self, tokens: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        if self.arrangement is None:
+            return unmerge(tokens, place)
+        return self.arrangement.restore(unmerge(self.arrangement.arrange(tokens), place))
 
     def _fuse(self, tokens: torch.Tensor, r: int, step: _Step) -> tuple[torch.Tensor, _Step]:
         run = self.run
         queries, keys = self.queries.take(), self.host.keys(self.block, self.keys.take())
-        importance = None
-        if run.importance == "attention":
+        if self.arrangement is not None:
+            tokens, keys = self.arrangement.arrange(tokens), self.arrangement.arrange(keys, dim=2)
+        received = None
+        if run.reads_attention(self.index):
             queries = self.host.queries(self.block, queries)
             sizes = step.sizes if run.proportional else None
-            importance = attention_received(queries, keys, scale=self.host.scale(self.block), sizes=sizes)
+            received = attention_received(queries, keys, scale=self.host.scale(self.block), sizes=sizes)
+        importance = received if run.importance == "attention" else None
         matching = match(keys, r, protected=run.prefix, importance=importance, order=run.order)
-        tokens, sizes = fuse(tokens, matching, run.plan.ops[self.index], sizes=step.sizes, norm=run.norm)
+        op, weights = run.plan.ops[self.index], None
+        if op != "prune" and run.weights == "importance":
+            weights = received
+        elif op != "prune" and run.weights == "size" and step.sizes is not None:
+            weights = step.sizes.squeeze(-1)
+        tokens, sizes = fuse(tokens, matching, op, sizes=step.sizes, norm=run.norm, weights=weights)
+        if self.arrangement is not None:
+            tokens = self.arrangement.restore(tokens)
         origin = matching.kept if step.origin is None else step.origin.gather(1, matching.kept)
         return tokens, _Step(sizes, compose(step.place, matching), origin, step.dense)
 
@@ -275,12 +358,23 @@ class _FusedForward:
 class _DenseCall:
     """Stands in for a method that reads block outputs as maps: in its course they hold every original position."""
 
-    def __init__(self, owner: nn.Module, name: str, run: _Run) -> None:
-        self.owner, self.name, self.run = owner, name, run
+    def __init__(self, owner: nn.Module, name: str, host: FusionHost, run: _Run) -> None:
+        self.owner, self.name, self.host, self.run = owner, name, host, run
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Of the method it stands in for: Transformers' Trainer asks which inputs a model takes."""
+        return inspect.signature(MethodType(getattr(type(self.owner), self.name), self.owner))
+
+    @property
+    def __code__(self) -> CodeType:
+        """Of the method it stands in for: torch.export notes which code it traces."""
+        return inspect.unwrap(getattr(type(self.owner), self.name)).__code__
 
     def __call__(self, *args, **options):
-        self.run.dense = True
+        before = self.run.dense  # one may call another
+        self.run.dense = before or self.host.reads_maps(self.owner, options)
         try:
             return getattr(type(self.owner), self.name)(self.owner, *args, **options)
         finally:
-            self.run.dense = False
+            self.run.dense = before

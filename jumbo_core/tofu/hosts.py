@@ -7,7 +7,7 @@ A host is one object per kind of model, a subclass of :class:`FusionHost`; adapt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from timm.layers import Attention
@@ -15,17 +15,34 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from jumbo_core.jumbo import JumboBlock, JumboEncoder
+from jumbo_core.tofu.compute import attention_multiply_adds, linear_weights, matching_multiply_adds
+
+if TYPE_CHECKING:
+    from jumbo_core.tofu.plan import FusionPlan
+
+
+class Arrangement(Protocol):
+    """How a model whose tokens do not stand in fusion's order, prefix first and patches rising, gets there and back."""
+
+    def arrange(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The model's order -> fusion's order, along ``dim``; the patches may be fewer by now."""
+
+    def restore(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """Fusion's order -> the model's."""
 
 
 class FusionHost(Protocol):
-    """How to fuse inside one kind of model. ``tokens`` are (B, T, D), prefix first; ``context`` is what the model hands
-    its block besides the tokens.
+    """How to fuse inside one kind of model. ``tokens`` are (B, T, D), prefix first (but see ``arrangement``);
+    ``context`` is what the model hands its block besides the tokens.
     """
 
     supported: str  # what it is for, in an error message's words
 
     def accepts(self, model: nn.Module) -> bool:
         """Whether the model is of this kind."""
+
+    def check_options(self, model: nn.Module, proportional: bool, importance: str) -> None:
+        """Refuse, by ValueError, options that the model has no part for. Default: it has all."""
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """Blocks in the order they run."""
@@ -65,8 +82,38 @@ class FusionHost(Protocol):
     def mlp_prefix(self, model: nn.Module) -> int:
         """Leading tokens of the MLP's input that are no patches."""
 
+    def mlp_suffix(self, model: nn.Module) -> int:
+        """Tokens at the end of the MLP's input that are no patches. Default 0."""
+        return 0
+
+    def arrangement(self, model: nn.Module, index: int | None) -> Arrangement | None:
+        """Order of the tokens in block ``index``; None: of the model's output. Default None: fusion's own order."""
+        return None
+
     def dense_calls(self, model: nn.Module) -> list[tuple[nn.Module, str]]:
         """(owner, method) that read block outputs as maps, and so need every original position."""
+
+    def reads_maps(self, owner: nn.Module, options: dict) -> bool:
+        """Whether a call of one of them, about to be made with these keyword arguments, does. Default: it does."""
+        return True
+
+    def moved(self, origin: torch.Tensor, context: tuple, options: dict) -> tuple[tuple, dict]:
+        """What the model hands its block besides the tokens, positional and by keyword, once patches have left:
+        ``origin`` (B, K) is where among all patches each of the K stood. Default: the same.
+        """
+        return context, options
+
+    def remember(self, model: nn.Module, plan: FusionPlan, options: dict) -> None:
+        """Note in the model's own configuration, if it has one, how it was fused. Default: nothing."""
+
+    def forget(self, model: nn.Module) -> None:
+        """Undo :meth:`remember`: the fusion was taken out."""
+
+    def multiply_adds(self, model: nn.Module, before: Sequence[int], after: Sequence[int]) -> int | None:
+        """Multiply-adds of all blocks for one image, matching included, when block i takes ``before[i]`` patches in and
+        hands ``after[i]`` on. Default None: no closed form.
+        """
+        return None
 
 
 _HOSTS: list[FusionHost] = []
@@ -74,7 +121,8 @@ _HOSTS: list[FusionHost] = []
 
 def register_host(host: FusionHost) -> None:
     """Make :func:`apply_tofu` and :func:`linearity_profile` know another kind of model; the latest is asked first."""
-    _HOSTS.insert(0, host)
+    if host not in _HOSTS:
+        _HOSTS.insert(0, host)
 
 
 def host_of(model: nn.Module) -> FusionHost:
@@ -86,7 +134,7 @@ def host_of(model: nn.Module) -> FusionHost:
     for host in _HOSTS:
         if host.accepts(model):
             return host
-    supported = "; ".join(host.supported for host in _HOSTS)
+    supported = "; ".join(dict.fromkeys(host.supported for host in _HOSTS))
     raise TypeError(f"token fusion does not know {_describe(model)}; supported: {supported}")
 
 
@@ -134,6 +182,14 @@ class TimmHost(FusionHost):
 
     def dense_calls(self, model):
         return [(model, "forward_intermediates")]
+
+    def multiply_adds(self, model, before, after):
+        total, prefix = 0, model.num_prefix_tokens
+        for block, came, left in zip(model.blocks, before, after, strict=True):
+            total += attention_multiply_adds(block.attn, came + prefix)
+            total += matching_multiply_adds(came, left, block.attn.head_dim)
+            total += linear_weights(block.mlp) * (left + prefix)
+        return total
 
 
 class JumboHost(FusionHost):
@@ -184,6 +240,18 @@ class JumboHost(FusionHost):
         encoder = _encoder(model)
         calls = [(encoder, "intermediates")]
         return calls if model is encoder else [(model, "forward_intermediates"), *calls]
+
+    def multiply_adds(self, model, before, after):
+        encoder, total = _encoder(model), 0
+        prefix = encoder.num_prefix_tokens
+        for i, (came, left) in enumerate(zip(before, after, strict=True)):
+            block = encoder.blocks[i]
+            total += attention_multiply_adds(block.attn, came + prefix)
+            total += matching_multiply_adds(came, left, block.attn.head_dim)
+            total += linear_weights(block.mlp) * (left + prefix - encoder.multiplier)
+            if encoder.multiplier:
+                total += linear_weights(encoder.ffn_of(i))
+        return total
 
 
 def _encoder(model: nn.Module) -> nn.Module | None:

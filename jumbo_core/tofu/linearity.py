@@ -107,7 +107,7 @@ def linearity_profile(
     loss being cross-entropy where labels are given, else half the squared output.
 
     Args:
-        model: what :func:`apply_tofu` takes, not fused.
+        model: what :func:`apply_tofu` takes, not fused. Of several outputs the first counts.
         batches: images (B, C, H, W), or (images, labels (B,)); B at least 2, all of one size, on the model's device.
         steps: pieces of the path. Default 8; with 1 everything looks linear, so at least 2.
         seed: of the choice of pairs, drawn by a generator of its own. Default 0.
@@ -127,16 +127,16 @@ def linearity_profile(
             if len(images) < 2:
                 raise ValueError("a calibration batch needs at least 2 samples: paths run between two of them")
             tokens, inputs, gradients = _record(model, host, images, labels)
-            skip = host.mlp_prefix(model)
-            if patches is not None and inputs[0].shape[1] - skip != patches:
-                raise ValueError(f"batches of one size, please: {patches} patches, then {inputs[0].shape[1] - skip}")
-            patches, count = inputs[0].shape[1] - skip, count + 1
+            only = slice(host.mlp_prefix(model), inputs[0].shape[1] - host.mlp_suffix(model))
+            if patches is not None and only.stop - only.start != patches:
+                raise ValueError(f"batches of one size, please: {patches} patches, then {only.stop - only.start}")
+            patches, count = only.stop - only.start, count + 1
             straight.append([])
             important.append([])
             for i, block in enumerate(host.blocks(model)):
-                start, end = _pairs(inputs[i][:, skip:], generator)
+                start, end = _pairs(inputs[i][:, only], generator)
                 straight[-1].append(_straightness(host.mlp(block), start, end, steps))
-                important[-1].append(gradient_importance(tokens[i], gradients[i])[:, skip:].mean().item())
+                important[-1].append(gradient_importance(tokens[i], gradients[i])[:, only].mean().item())
     if not count:
         raise ValueError("no calibration batch was given")
     linearity = [sum(values) / count for values in zip(*straight, strict=True)]
@@ -156,6 +156,8 @@ def _record(model, host: FusionHost, images, labels) -> tuple[list, list, list]:
         with torch.enable_grad():
             # The input asks for gradients, so that a model whose parameters are all frozen has some too.
             output = model(images.detach().clone().requires_grad_(True))
+            if not isinstance(output, torch.Tensor):
+                output = output[0]  # Transformers' models: logits or the last hidden state stand first
             if labels is None:
                 loss = output.float().square().sum() / 2
             else:

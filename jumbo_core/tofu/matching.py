@@ -104,12 +104,20 @@ def match(
     sources = leaving * 2 + first_source
     destinations = nearest.gather(1, leaving) * 2 + first_destination
 
+    return _settle(sources, destinations, tokens, protected, order)
+
+
+def _settle(
+    sources: torch.Tensor, destinations: torch.Tensor, tokens: int, protected: int = 0, order: str = "position"
+) -> Matching:
+    """The matching of these edges, each (B, r): who is kept and where everyone stands."""
+    position = torch.arange(tokens, device=sources.device).expand(sources.shape[0], tokens)
     leaves = torch.zeros_like(position).scatter(1, sources, 1)
     rank = _rank(1 - leaves, protected, order)
-    kept_count = tokens - r
+    kept_count = tokens - sources.shape[1]
     # Scattered rather than sorted: tokens that leave all write to one extra slot, which is cut off.
     slot = torch.where(leaves.bool(), kept_count, rank)
-    kept = position.new_zeros(batch, kept_count + 1).scatter(1, slot, position)[:, :kept_count]
+    kept = position.new_zeros(position.shape[0], kept_count + 1).scatter(1, slot, position)[:, :kept_count]
     place = rank.gather(1, position.scatter(1, sources, destinations))
     return Matching(sources, destinations, kept, place, tokens)
 

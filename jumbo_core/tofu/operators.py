@@ -10,7 +10,7 @@ import torch
 from jumbo_core.tofu.matching import Matching
 
 OPERATORS = ("prune", "average", "mlerp")
-NORMS = ("max", "mean")
+NORMS = ("max", "mean", "spherical")
 
 
 def fuse(
@@ -27,9 +27,9 @@ def fuse(
     - ``"prune"``: sources are dropped, destinations unchanged. A destination's size does not grow: proportional
       attention must not count what is gone.
     - ``"average"``: mean of the group, weighted by size; sizes add up.
-    - ``"mlerp"``: direction of the mean of the group's vectors (all count alike), length by ``norm``; sizes add up.
-      Where the mean vanishes (antipodal members: shorter than rounding leaves it) the direction is the destination's
-      own. A group whose mean and destination are both zero gives zero.
+    - ``"mlerp"``: direction of the mean of the group's vectors (all count alike), or of their unit vectors, and length
+      by ``norm``; sizes add up. Where that mean vanishes (antipodal members: shorter than rounding leaves it) the
+      direction is the destination's own. A group whose mean and destination are both zero gives zero.
 
     A group of one is returned bit by bit as it was. Sums run in fp32 (fp64 for fp64 tokens); a result beyond the range
     of the tokens' dtype, which MLERP can reach in fp16, becomes the dtype's largest number. Differentiable.
@@ -40,7 +40,9 @@ def fuse(
         matching: from :func:`match`, of the same B and N.
         op: "prune", "average" or "mlerp".
         sizes: (B, N, 1), how many original tokens each stands for. Default: one each.
-        norm: length of an MLERP group: "max" of its members' (paper, default) or their weighted "mean" (seed).
+        norm: of an MLERP group: "max", the longest of its members' lengths (paper, default); "mean", their weighted
+            mean; or "spherical" (seed), their weighted mean in the direction of ``sum w_i t_i / |t_i|``, so that a long
+            vector pulls no harder than a short one.
         weights: (B, N), not negative; importance, for example. Replaces the sizes in "average" and the equal weights
             in "mlerp". A group whose weights are all zero counts its members alike. "prune" has no use for them.
 
@@ -66,7 +68,7 @@ def fuse(
     # first of them; the rows of the others are never read.
     group = matching.place.gather(1, matching.sources)  # (B, r): the group each source joins
     number = torch.arange(r, device=group.device).expand_as(group)
-    row_of_group = torch.full_like(matching.kept, r).scatter_reduce(1, group, number, "amin")  # (B, K); r = unchanged
+    row_of_group = torch.full_like(matching.kept, r).scatter_reduce(1, group, number, "amin")  # (B, K)
     row = row_of_group.gather(1, group)  # (B, r)
 
     # One gather brings the two ends of every edge.
@@ -87,23 +89,30 @@ def fuse(
     stays, joins = ends.split(r, dim=1)
     fused = _add(stays * weight, row, joins * joining_weight) / total  # the mean
     if op == "mlerp":
-        length, joining_length = ends.norm(dim=-1, keepdim=True).split(r, dim=1)
-        mean_length = _add(length * weight, row, joining_length * joining_weight) / total
+        lengths = ends.norm(dim=-1, keepdim=True)
+        length, joining_length = lengths.split(r, dim=1)
+        mean_length = scale = _add(length * weight, row, joining_length * joining_weight) / total
+        if norm == "spherical":
+            unit, joining_unit = (ends / torch.where(lengths > 0, lengths, 1)).split(r, dim=1)
+            fused = _add(unit * weight, row, joining_unit * joining_weight) / total
+            scale = 1
         if norm == "max":
             target = length.scatter_reduce(1, row.unsqueeze(-1), joining_length, "amax")
         else:
             target = mean_length
-        vanishes = fused.norm(dim=-1, keepdim=True) <= 8 * torch.finfo(dtype).eps * mean_length
+        vanishes = fused.norm(dim=-1, keepdim=True) <= 8 * torch.finfo(dtype).eps * scale
         direction = torch.where(vanishes, stays, fused)
         direction_length = direction.norm(dim=-1, keepdim=True)
         fused = direction * (target / torch.where(direction_length > 0, direction_length, 1))
     if tokens.dtype != dtype:
         limit = torch.finfo(tokens.dtype).max
         fused = fused.clamp(-limit, limit).to(tokens.dtype)
-    unchanged = row_of_group == r
-    out = _take(
-        torch.cat([tokens, fused], dim=1), torch.where(unchanged, matching.kept, tokens.shape[1] + row_of_group)
-    )
+    # Kept tokens, and one row to spare: rows that share a group with an earlier one are written there and cut off.
+    count = matching.kept.numel()
+    index = torch.cat([_flat(matching.kept, tokens.shape[1]), matching.kept.new_zeros(1)])
+    slot = torch.where((row == number).flatten(), _flat(group, matching.kept.shape[1]), count)
+    out = tokens.flatten(0, 1).index_select(0, index).index_copy_(0, slot, fused.flatten(0, 1))
+    out = out[:count].unflatten(0, matching.kept.shape)
     return out, _add(_take(sizes, matching.kept), group, _take(sizes, matching.sources))
 
 

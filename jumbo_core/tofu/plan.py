@@ -6,7 +6,7 @@ Source: ToFu (arXiv 2312.01026): prune in the first half, MLERP in the rest, con
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -91,6 +91,29 @@ class FusionPlan:
         least = sum(profile.importance) / depth * 1e-6 or 1.0
         shares = [1 / max(value, least) for value in profile.importance]
         return cls(ops, tuple(_spread(tokens, shares, reduction)))
+
+    def saved(self, num_patches: int) -> float:
+        """Share of the token-layers (see :meth:`from_profile`) that the plan saves on N patches."""
+        return 1 - sum(self.tokens_after(num_patches)) / (num_patches * len(self.counts))
+
+    @classmethod
+    def reaching(cls, make: Callable[[int], FusionPlan], reduction: float, tokens: int) -> FusionPlan:
+        """Of the plans ``make(r)``, r = 0, 1, 2, …, the first that saves ``reduction`` of N patches' token-layers.
+
+        For example ``reaching(lambda r: FusionPlan.paper(12, r), 0.35, 196)``: r = 11.
+
+        Raises:
+            ValueError: ``reduction`` outside [0, 1), or out of reach (both numbers are named).
+        """
+        reduction = checks.rate("reduction", reduction)
+        tokens = checks.integer("tokens", tokens)
+        for r in range(largest_r(tokens) + 1):
+            if (plan := make(r)).saved(tokens) >= reduction:
+                return plan
+        raise ValueError(
+            f"reduction={reduction} is out of reach: r={r}, half of {tokens} patches, saves "
+            f"{plan.saved(tokens):.3f} of the token-layers"
+        )
 
     def resolve(self, num_patches: int) -> tuple[list[int], list[Clamp]]:
         """Tokens that really leave in each block for N patches, and the blocks where that is less than asked.

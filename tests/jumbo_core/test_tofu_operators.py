@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jumbo_core.tofu import compose, fuse, match, unmerge
+from jumbo_core.tofu import Matching, compose, fuse, match, unmerge
 from tests.conftest import max_error
 
 OPS = ["prune", "average", "mlerp"]
@@ -27,6 +27,8 @@ def reference(tokens, matching, op, sizes, norm, weights):
             mean = (x * w[:, None]).sum(0) / w.sum()
             if op == "mlerp":
                 lengths = x.norm(dim=1)
+                if norm == "spherical":
+                    mean = (x / lengths[:, None] * w[:, None]).sum(0)
                 target = lengths.max() if norm == "max" else (lengths * w).sum() / w.sum()
                 mean = mean / mean.norm() * target
             out[b, k] = mean
@@ -35,7 +37,7 @@ def reference(tokens, matching, op, sizes, norm, weights):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("norm", ["max", "mean"])
+@pytest.mark.parametrize("norm", ["max", "mean", "spherical"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("order", ["position", "released"])
 def test_against_a_plain_loop(op, norm, weighted, order):
@@ -156,7 +158,7 @@ def test_compiles_and_exports(op):
     "change, message",
     [
         ({"op": "merge"}, "op must be one of 'prune', 'average', 'mlerp', got 'merge'"),
-        ({"norm": "min"}, "norm must be one of 'max', 'mean', got 'min'"),
+        ({"norm": "min"}, "norm must be one of 'max', 'mean', 'spherical', got 'min'"),
         ({"tokens": torch.zeros(1, 8, 4)}, r"\(B, N\) = \(1, 9\) as matched, got \(1, 8, 4\)"),
         ({"sizes": torch.zeros(1, 9)}, r"sizes must be \(B, N, 1\) = \(1, 9, 1\), got \(1, 9\)"),
         ({"weights": torch.zeros(1, 9, 1)}, r"weights must be \(B, N\) = \(1, 9\), got \(1, 9, 1\)"),
@@ -179,3 +181,52 @@ def test_unmerge_refuses_what_does_not_fit():
         unmerge(torch.zeros(2, 7, 4), matching)
     with pytest.raises(RuntimeError, match="out of bounds"):
         unmerge(torch.zeros(1, 3, 4), matching.place)
+
+
+def join(*vectors, dtype=torch.float32, weights=None):
+    """The seed's MLERP of tokens that all join the first."""
+    count = len(vectors)
+    index = torch.arange(1, count).unsqueeze(0)
+    matching = Matching(index, index * 0, torch.tensor([[0]]), torch.zeros(1, count, dtype=torch.long), count)
+    tokens = torch.tensor([vectors], dtype=dtype, requires_grad=True)
+    weights = None if weights is None else torch.tensor([weights])
+    out, _ = fuse(tokens, matching, "mlerp", norm="spherical", weights=weights)
+    (gradient,) = torch.autograd.grad(out.float().sum(), tokens)
+    assert out.dtype == dtype and gradient.isfinite().all()
+    return out[0, 0].detach()
+
+
+def test_spherical_averages_directions_apart_from_lengths():
+    half = 0.5**0.5
+    assert join([1.0, 0.0], [0.0, 3.0]).tolist() == pytest.approx([2 * half, 2 * half])  # 45 degrees, whoever is longer
+    # Weights 1 : 3: direction (1, 3) / sqrt(10), length (1 * 1 + 3 * 3) / 4.
+    out = join([1.0, 0.0], [0.0, 3.0], weights=[1.0, 3.0])
+    assert out.tolist() == pytest.approx([2.5 * 0.1**0.5, 2.5 * 0.9**0.5])
+    assert join([2.0, 0.0], [5.0, 0.0], [5.0, 0.0]).tolist() == pytest.approx([4.0, 0.0])
+
+
+def test_spherical_edges():
+    v = [1.0, -2.0, 2.0]
+    assert join([0.0] * 3, [0.0] * 3).tolist() == [0.0] * 3
+    assert join([0.0] * 3, v).tolist() == pytest.approx([x / 2 for x in v])  # a zero has no direction, but a length
+    assert join(v, [0.0] * 3).tolist() == pytest.approx([x / 2 for x in v])
+    # Antipodal, of equal and of unequal length: the unit vectors cancel, the destination's direction remains.
+    assert join(v, [-x for x in v]).tolist() == pytest.approx(v)
+    assert join(v, [-3 * x for x in v]).tolist() == pytest.approx([2 * x for x in v])
+    assert join([0.3, -0.1], [-0.9, 0.3], dtype=torch.float64).tolist() == pytest.approx([0.6, -0.2])
+    assert join(v, [2.0, 0.0, 0.0], weights=[0.0, 1.0]).tolist() == pytest.approx([2.0, 0.0, 0.0])
+
+
+def test_spherical_of_huge_fp16():
+    """Norms of 6e4 and beyond: eight entries of 6e4 are 169,706 long."""
+    assert join([6e4, 0.0], [0.0, 6e4], dtype=torch.float16).tolist() == pytest.approx([6e4 * 0.5**0.5] * 2, rel=1e-3)
+    assert join([6e4] * 8, [6e4] * 8, dtype=torch.float16).tolist() == [6e4] * 8
+    assert join([6e4] * 8, [-6e4] * 8, dtype=torch.float16).tolist() == [6e4] * 8
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_spherical_gradcheck(weighted):
+    tokens = torch.randn(1, 9, 3, dtype=torch.float64, requires_grad=True)
+    matching = match(tokens, 4, protected=1)
+    weights = torch.rand(1, 9, dtype=torch.float64) if weighted else None
+    assert torch.autograd.gradcheck(lambda x: fuse(x, matching, "mlerp", norm="spherical", weights=weights)[0], tokens)

@@ -156,3 +156,19 @@ def test_base_at_224(r, gmac):
     """Table 1 of the paper, ViT-B: blocks, patch projection and head."""
     total = FusionPlan.paper(12, r).multiply_adds(196, 768) + 196 * 768 * 768 + 768 * 1000
     assert total / 1e9 == pytest.approx(gmac, abs=0.02)
+
+
+def test_saved_share_of_token_layers():
+    assert FusionPlan(("prune",) * 4, (2, 0, 3, 0)).saved(10) == pytest.approx((4 * 2 + 2 * 3) / 40)
+    assert FusionPlan.paper(12, 0).saved(196) == 0
+
+
+def test_the_smallest_r_that_reaches_a_reduction():
+    plan = FusionPlan.reaching(lambda r: FusionPlan.paper(12, r), 0.35, 196)
+    assert plan == FusionPlan.paper(12, 11)
+    assert plan.saved(196) >= 0.35 > FusionPlan.paper(12, 10).saved(196)
+    assert FusionPlan.reaching(lambda r: FusionPlan.uniform(3, r, "prune"), 0, 9) == FusionPlan.uniform(3, 0, "prune")
+    with pytest.raises(ValueError, match=r"reduction=0\.9 is out of reach: r=4, half of 8 patches, saves 0\.708"):
+        FusionPlan.reaching(lambda r: FusionPlan.paper(3, r), 0.9, 8)
+    with pytest.raises(ValueError, match=r"reduction must lie in \[0, 1\), got 1"):
+        FusionPlan.reaching(lambda r: FusionPlan.paper(3, r), 1, 8)

@@ -1,0 +1,232 @@
+"""A better plan of the same cost, by trying: tokens are moved between blocks while the model's outputs get closer.
+
+Our own addition to the adaptive plan of ToFu (arXiv 2312.01026): no training, no labels, calibration images only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from jumbo_core import checks
+from jumbo_core.modes import evaluating
+from jumbo_core.tofu.apply import apply_tofu, fusion_report, is_fused
+from jumbo_core.tofu.matching import largest_r
+from jumbo_core.tofu.operators import OPERATORS
+from jumbo_core.tofu.plan import FusionPlan
+
+NOTHING = 1e-4  # rise of the loss, as a share of it, that is rounding rather than loss
+
+
+@dataclass(frozen=True)
+class PlanSearch:
+    """Result of :func:`search_plan`.
+
+    Attributes:
+        plan: the best plan found, never costlier than the one it started from.
+        options: what to give :func:`apply_tofu` with it, one of those that were tried.
+        loss, start_loss: of that plan, and of the start with the best of the options.
+        tried: plans measured, options counted.
+    """
+
+    plan: FusionPlan
+    options: dict
+    loss: float
+    start_loss: float
+    tried: int
+
+
+def search_plan(
+    model: nn.Module,
+    batches: Sequence[torch.Tensor],
+    start: FusionPlan,
+    *,
+    cost: Callable[[FusionPlan], float] | None = None,
+    budget: float | None = None,
+    options: Sequence[Mapping] = ({},),
+    ops: Sequence[str] = OPERATORS,
+    steps: Sequence[int] = (4, 2, 1),
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+) -> PlanSearch:
+    """Improve a plan within a budget: coordinate descent on what calibration images lose.
+
+    A move lets ``step`` tokens less leave in one block and as many more in another as the budget asks, or changes a
+    block's operator, and is kept if the loss gets lower; or it lets ``step`` more leave, and is kept if nothing is
+    lost by it, which makes room for others. When no move is kept the next step is taken. Deterministic: the moves have
+    a fixed order and nothing is drawn at random. The model is left as it was.
+
+    Args:
+        model: what :func:`apply_tofu` takes, not fused.
+        batches: calibration images, each (B, C, H, W), all of one size, on the model's device. Never test images.
+        start: from :meth:`FusionPlan.from_profile`, for example. Its counts are first cut to what can leave.
+        cost: of a plan; where more tokens leave it must not rise. Default: multiply-adds, matching included, or for
+            models without a closed form the patches that blocks hand on, summed.
+        budget: what the plan may cost. Default: what the start costs.
+        options: keyword arguments of :func:`apply_tofu` to choose from, once at the start and once after each step.
+        ops: operators to choose from. Default: all three.
+        steps: sizes of the moves, each used until nothing improves. Default 4, 2, 1.
+        loss: (output, output of the unfused model) -> mean over images, not negative. Default: Kullback-Leibler
+            divergence of the class probabilities, for outputs that are logits (B, classes).
+
+    Raises:
+        TypeError: a model that no host knows; outputs that the default loss cannot compare.
+        ValueError: a fused model, no batches, options, operators or steps; a start beyond the budget (both costs are
+            named); a loss that is negative or not finite.
+    """
+    if is_fused(model):
+        raise ValueError("search on the model before it is fused; call remove_tofu(model) first")
+    for name, value in (("batches", batches), ("options", options), ("ops", ops), ("steps", steps)):
+        if not len(value):
+            raise ValueError(f"{name} is empty: there is nothing to search with")
+    steps = [checks.integer("steps", step) for step in steps]
+    with torch.no_grad(), evaluating(model):
+        trial = _Trial(model, list(batches), divergence if loss is None else loss)
+        patches = trial.num_patches(len(start.ops))
+        cost = _default_cost(model, patches) if cost is None else cost
+        best = FusionPlan(start.ops, tuple(start.resolve(patches)[0]))
+        budget = cost(best) if budget is None else budget
+        if cost(best) > budget:
+            raise ValueError(
+                f"the start costs {cost(best)}, more than the budget of {budget}: start from a cheaper plan"
+            )
+        chosen, least = trial.choose(best, options)
+        start_loss = least
+        for step in steps:
+            improved = True
+            while improved:
+                improved = False
+                for change in _changes(len(best.ops), step, ops):
+                    plan = change(best, patches, cost, budget)
+                    if plan is None:
+                        continue
+                    # Only what is cheaper may be a little worse, and never worse than the best loss so far by more
+                    # than rounding: so the search cannot go round in circles.
+                    limit = least * (1 + NOTHING) if cost(plan) < cost(best) else least
+                    if (value := trial.loss(plan, chosen, limit)) < limit:
+                        best, least, improved = plan, min(least, value), True
+            chosen, least = trial.choose(best, [chosen, *options])
+    return PlanSearch(best, dict(chosen), least, start_loss, trial.tried)
+
+
+def divergence(output: torch.Tensor, unfused: torch.Tensor) -> torch.Tensor:
+    """Kullback-Leibler divergence of class probabilities from those of the unfused model, mean over images.
+
+    Raises:
+        TypeError: outputs that are no logits (B, classes).
+    """
+    if not isinstance(output, torch.Tensor) or output.ndim != 2:
+        found = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise TypeError(f"the default loss compares logits (B, classes), the model gives {found}: give loss=")
+    logs = [values.double().log_softmax(-1) for values in (output, unfused)]
+    return F.kl_div(*logs, reduction="batchmean", log_target=True)
+
+
+class _Trial:
+    """Losses of plans on the calibration images, each measured once."""
+
+    def __init__(self, model: nn.Module, batches: list[torch.Tensor], loss: Callable) -> None:
+        self.model, self.batches, self._loss = model, batches, loss
+        self.unfused = [model(images) for images in batches]
+        self.known: dict[tuple, float] = {}
+
+    @property
+    def tried(self) -> int:
+        return len(self.known)
+
+    def num_patches(self, depth: int) -> int:
+        """N of the calibration images."""
+        handle = apply_tofu(self.model, FusionPlan.uniform(depth, 0, OPERATORS[0]))
+        try:
+            self.model(self.batches[0][:1])
+            return handle.report().num_patches
+        finally:
+            handle.remove()
+
+    def choose(self, plan: FusionPlan, options: Sequence[Mapping]) -> tuple[Mapping, float]:
+        """The options with which the plan loses least, the first of equals, and that loss."""
+        chosen, least = options[0], math.inf
+        for some in options:
+            if (value := self.loss(plan, some, least)) < least:
+                chosen, least = some, value
+        return chosen, least
+
+    def loss(self, plan: FusionPlan, options: Mapping, limit: float) -> float:
+        """Mean over the images; a plan that is certain to lose ``limit`` or more is dropped and counts as infinite."""
+        # An operator without tokens does nothing: plans that differ there only are the same.
+        key = (tuple((op, r) for op, r in zip(plan.ops, plan.counts, strict=True) if r), plan.counts)
+        key = (*key, tuple(sorted(options.items())))
+        if key not in self.known:
+            self.known[key] = self._measure(plan, options, limit)
+        return self.known[key]
+
+    def _measure(self, plan: FusionPlan, options: Mapping, limit: float) -> float:
+        handle = apply_tofu(self.model, plan, **options)
+        try:
+            total, images = 0.0, sum(map(len, self.batches))
+            for batch, unfused in zip(self.batches, self.unfused, strict=True):
+                value = float(self._loss(self.model(batch), unfused))
+                if not 0 <= value < math.inf:
+                    raise ValueError(f"the loss must be finite and not negative, got {value} for {plan}")
+                total += value * len(batch) / images
+                if total >= limit:  # it cannot come down again
+                    return math.inf
+            return total
+        finally:
+            handle.remove()
+
+
+def _changes(depth: int, step: int, ops: Sequence[str]) -> Iterator[Callable[..., FusionPlan | None]]:
+    """Every move in its order, each a function (plan, patches, cost, budget) -> plan, None where it is not possible."""
+    for giver in range(depth):
+        for taker in range(depth):
+            if giver != taker:
+                yield partial(_shift, giver, taker, step)
+    for block in range(depth):
+        yield partial(_more, block, step)
+    for block in range(depth):
+        for op in ops:
+            yield partial(_switch, block, op)
+
+
+def _shift(giver: int, taker: int, step: int, plan: FusionPlan, patches: int, cost: Callable, budget: float):
+    """``step`` tokens less leave in ``giver``, and in ``taker`` as many more as it takes to meet the budget."""
+    counts = list(plan.counts)
+    if not counts[giver]:
+        return None
+    counts[giver] = max(0, counts[giver] - step)
+    while True:
+        changed = FusionPlan(plan.ops, tuple(counts))
+        if counts[taker] > largest_r(patches) or changed.resolve(patches)[1]:
+            return None
+        if cost(changed) <= budget:
+            return changed
+        counts[taker] += 1
+
+
+def _more(block: int, step: int, plan: FusionPlan, patches: int, *_):
+    """``step`` tokens more leave in one block."""
+    counts = list(plan.counts)
+    counts[block] += step
+    changed = FusionPlan(plan.ops, tuple(counts))
+    return None if counts[block] > largest_r(patches) or changed.resolve(patches)[1] else changed
+
+
+def _switch(block: int, op: str, plan: FusionPlan, *_):
+    """Another operator in one block."""
+    if plan.ops[block] == op or not plan.counts[block]:
+        return None
+    return FusionPlan((*plan.ops[:block], op, *plan.ops[block + 1 :]), plan.counts)
+
+
+def _default_cost(model: nn.Module, patches: int) -> Callable[[FusionPlan], float]:
+    def cost(plan: FusionPlan) -> float:
+        counted = fusion_report(model, plan, patches).multiply_adds
+        return sum(plan.tokens_after(patches)) if counted is None else counted
+
+    return cost

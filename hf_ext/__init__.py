@@ -1,6 +1,7 @@
 """Jumbo and linear-time vision models inside Hugging Face Transformers.
 
-Importing it registers them with the Auto classes and does no more.
+Importing it registers them with the Auto classes, and token fusion for vision models of Transformers with
+``from_pretrained`` and :func:`apply_tofu`; it does no more.
 """
 
 try:
@@ -25,6 +26,7 @@ from hf_ext.image_processing_adventurer import adventurer_image_processor
 from hf_ext.image_processing_jumbo import jumbo_image_processor
 from hf_ext.modeling_adventurer import AdventurerForImageClassification, AdventurerModel, AdventurerPreTrainedModel
 from hf_ext.modeling_jumbo import JumboForImageClassification, JumboModel, JumboPreTrainedModel
+from hf_ext.tofu import apply_tofu, remove_tofu
 
 _register()
 
@@ -42,5 +44,7 @@ __all__ = [
     "LinearizerTrainer",
     "PatchDropSchedule",
     "adventurer_image_processor",
+    "apply_tofu",
     "jumbo_image_processor",
+    "remove_tofu",
 ]

@@ -21,10 +21,12 @@ def eager_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Written-out attention that keeps its weights; (B, heads, T, d) each -> (B, T, heads, d), (B, heads, T, T).
 
-    ``attention_mask`` is bool and broadcasts to the weights, True = may be attended to.
+    ``attention_mask`` broadcasts to the weights: bool, True = may be attended to, or numbers to add to the scores.
     """
     scores = query @ key.transpose(-2, -1) * scaling
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        scores = scores + attention_mask
+    elif attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))  # prefix tokens are real: no row is all padding
     weights = nn.functional.dropout(scores.softmax(dim=-1), p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2), weights
@@ -71,14 +73,14 @@ class JumboAttention(nn.Module):
         proj_drop: float = 0.0,
     ) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.head_dim = num_heads, dim // num_heads
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.attend = AttentionCore(config, (dim // num_heads) ** -0.5, attn_drop)
         self.proj = nn.Linear(dim, dim)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def forward(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
-        """(B, T, D) -> (B, T, D); ``attn_mask`` bool, broadcasts to (B, heads, T, T), True = may be attended to."""
+        """(B, T, D) -> (B, T, D); ``attn_mask`` broadcasts to (B, heads, T, T), see :func:`eager_attention`."""
         qkv = self.qkv(x).unflatten(-1, (3, self.num_heads, -1))  # (B, T, 3*D) -> (B, T, 3, heads, d)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         context, _ = self.attend(query, key, value, attn_mask)

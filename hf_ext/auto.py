@@ -1,4 +1,4 @@
-"""Registration with Transformers' Auto classes."""
+"""Registration with Transformers' Auto classes, and of token fusion."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForImageClassification,
 )
 
+from hf_ext import tofu, tofu_hosts, tofu_jumbo
 from hf_ext.backbone_adventurer import AdventurerBackbone
 from hf_ext.backbone_jumbo import JumboBackbone
 from hf_ext.configuration_adventurer import AdventurerConfig
@@ -20,7 +21,12 @@ from hf_ext.modeling_jumbo import JumboForImageClassification, JumboModel
 
 
 def register() -> None:
-    """Make the Auto classes know "jumbo_vit" and "adventurer"; doing it again changes nothing."""
+    """Make the Auto classes know "jumbo_vit" and "adventurer", and Transformers and our own models know token fusion.
+
+    Doing it again changes nothing.
+    """
+    for module in (tofu, tofu_hosts, tofu_jumbo):
+        module.register()
     for config, model, classifier, backbone in (
         (JumboConfig, JumboModel, JumboForImageClassification, JumboBackbone),
         (AdventurerConfig, AdventurerModel, AdventurerForImageClassification, AdventurerBackbone),

@@ -40,6 +40,7 @@ class JumboConfig(VisionConfig):
             Jumbo FFN output 0: short runs and fine-tuning). Default "released".
         apply_layernorm: as a backbone, pass every feature map through the final norm. Default True.
         out_features, out_indices: as a backbone, stages to return, of "stem", "stage1" … "stageN". Default the last.
+        tofu: token fusion that ``from_pretrained`` applies, as ``apply_tofu`` writes it here. Default None.
         **kwargs: everything else a Transformers configuration takes (``num_labels``, ``id2label``, …).
 
     Raises:
@@ -55,6 +56,7 @@ class JumboConfig(VisionConfig):
     layer_scale: Number | None = None
     drop_path_rate: Number | list[Number] | tuple[Number, ...] = 0.1
     attention_probs_dropout_prob: Number = 0.0
+    tofu: dict[str, Any] | None = None
 
     def check(self) -> None:
         """As for any configuration of ours, and the fields of this one."""

@@ -11,6 +11,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_ext.configuration_vision import VisionConfig
+from hf_ext.tofu import restore
 from hf_ext.trunk import Recorder, Trunk, TrunkOutput
 from jumbo_core.jumbo import JumboFFN
 from jumbo_core.jumbo.stack import BlockStack
@@ -26,6 +27,7 @@ class VisionPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": Recorder}
+    restores_tofu = True
 
     def __init__(self, config: VisionConfig, *args, **kwargs) -> None:
         config.check()  # fields may have been set since it was made
@@ -33,11 +35,11 @@ class VisionPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """As for any model.
+        """As for any model; fused as the configuration says, see :mod:`hf_ext.tofu`.
 
         Raises:
             ValueError: the position table was saved for another patch grid than ``image_size`` makes, even one of as
-                many patches.
+                many patches; a fusion plan that does not fit.
         """
         options = dict(kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
@@ -50,6 +52,7 @@ class VisionPreTrainedModel(PreTrainedModel):
                 f"image_size {model.config.image_size} makes {new_h}x{new_w}: load without image_size; images of other "
                 f"sizes run as they are, and set_input_size of the model's vit resamples the table for good"
             )
+        restore(model)
         return loaded
 
     def save_pretrained(self, *args, **kwargs) -> None:

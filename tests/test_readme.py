@@ -43,7 +43,7 @@ def published(path: Path, size: str = "tiny", **options) -> Path:
 
 
 def test_there_is_a_block_for_every_host():
-    assert set(BLOCKS) == {"timm", "Transformers", "MMSegmentation", "tsai", "Students"}
+    assert set(BLOCKS) == {"timm", "Transformers", "MMSegmentation", "tsai", "Students", "Fusion"}
     for name, block in BLOCKS.items():
         assert len([line for line in block.splitlines() if line.strip()]) <= 15, name
 
@@ -54,6 +54,13 @@ def test_timm_block():
     assert done["tokens"].shape == (2, 6 + 160, 192)
     assert [tuple(m.shape) for m in done["maps"]] == [(1, 192, 16, 20)] * 2
     assert done["baseline"].num_prefix_tokens == 17
+
+
+def test_fusion_block(folder, capsys):
+    done = run(BLOCKS["Fusion"])
+    assert done["logits"].shape == (4, 10) and (folder / "plan.json").is_file()
+    assert "196 patches" in capsys.readouterr().out
+    assert done["plan"].saved(196) >= 0.35
 
 
 def test_students_block(folder, capsys):

@@ -12,6 +12,8 @@ from mmseg_ext.backbones import AdventurerViT, JumboViT  # noqa: E402
 from mmseg_ext.checkpoints import load_pretrained  # noqa: E402
 from mmseg_ext.hooks import PlainMessageHubHook, RandomStateHook  # noqa: E402
 from mmseg_ext.optim import JumboLayerDecayOptimWrapperConstructor  # noqa: E402
+from mmseg_ext.timm_vit import ToFuViT  # noqa: E402
+from mmseg_ext.tofu import ToFuVisionTransformer  # noqa: E402
 
 __all__ = [
     "AdventurerViT",
@@ -19,6 +21,8 @@ __all__ = [
     "JumboViT",
     "PlainMessageHubHook",
     "RandomStateHook",
+    "ToFuViT",
+    "ToFuVisionTransformer",
     "config_path",
     "load_pretrained",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from mmseg.registry import MODELS
@@ -48,6 +49,10 @@ class JumboViT(PlainBackbone):
         attn_drop_rate: dropout of attention weights. Default 0.
         mlp_ratio, jumbo_mlp_ratio, share_jumbo_ffn, layer_scale, norm_eps: see :class:`jumbo_core.jumbo.JumboEncoder`.
         init: "released" or "short" (Jumbo FFN output starts at 0), see :class:`jumbo_core.models.JumboViT`.
+        tofu: fuse tokens between attention and MLP, without training: ``plan`` (a dict of ops and counts, the path of a
+            plan file, or a preset such as ``dict(preset="paper", r=8)``, for all ``num_layers`` blocks) and options of
+            :func:`jumbo_core.tofu.apply_tofu`, see :func:`mmseg_ext.tofu.fuse`. Maps keep the full grid, each position
+            with its group's vector; parameters and checkpoints stay the same. Default None.
         init_cfg: the host's; ``dict(type="Pretrained", checkpoint=…)`` is read by
             :func:`mmseg_ext.checkpoints.load_pretrained`, whose other arguments may stand beside ``checkpoint``.
 
@@ -82,6 +87,7 @@ class JumboViT(PlainBackbone):
         layer_scale: float | None = None,
         norm_eps: float = 1e-5,
         init: str = "released",
+        tofu: Mapping[str, Any] | None = None,
         init_cfg: dict | list[dict] | None = None,
     ) -> None:
         like = timm_encoder(r"jumbo_([a-z]+)_patch16_224", arch)
@@ -108,6 +114,7 @@ class JumboViT(PlainBackbone):
             layer_scale=layer_scale,
             norm_eps=norm_eps,
             init=init,
+            tofu=tofu,
             init_cfg=init_cfg,
         )
 

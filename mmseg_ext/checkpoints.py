@@ -20,6 +20,8 @@ from jumbo_core.models.positions import grid_of_table, resample_positions
 from jumbo_core.models.released import (
     RELEASED_FLIP,
     LoadReport,
+    Renamed,
+    fill,
     is_released_adventurer,
     load_released,
     read_state_dict,
@@ -30,6 +32,8 @@ from jumbo_core.models.released import (
 # segmentor. The longest fitting prefix is taken off.
 _PREFIXES = ("backbone.vit.", "adventurer.vit.", "jumbo.vit.", "vit.", "backbone.")
 _BLOCK = re.compile(r"encoder\.(?:blocks|jumbo_mlp)\.(\d+)\.")
+# What stands behind the tokens in timm's classifiers.
+_TIMM_HEADS = ("head.", "head_dist.", "fc_norm.", "attn_pool.", "pre_logits.")
 
 
 class Weights(NamedTuple):
@@ -58,10 +62,11 @@ def load_pretrained(
     of this backbone. A timm checkpoint names none: there the backbone's own ``flip`` must be the right one.
 
     Args:
-        backbone: :class:`mmseg_ext.JumboViT` or :class:`mmseg_ext.AdventurerViT`, filled in place.
-        checkpoint: a released ``.pth``, a ``.safetensors`` file, a Transformers folder (``config.json`` and
+        backbone: :class:`mmseg_ext.JumboViT`, :class:`mmseg_ext.AdventurerViT` or :class:`mmseg_ext.ToFuViT`, filled
+            in place.
+        checkpoint: a released ``.pth``, a ``.safetensors`` file, a folder of Transformers or timm (``config.json`` and
             ``model.safetensors``), a timm checkpoint or state dict, a checkpoint of MMSegmentation; or an ``https://``
-            address of such a file, which is downloaded once into torch.hub's cache.
+            address of such a file, which is downloaded once into torch.hub's cache. A ToFuViT takes timm's names.
         prefix: take only the tensors below this prefix, as the host's ``Pretrained`` does. Default None: found out.
         grid: patch grid (h, w) that the file's positions were learned on. Default None: taken from a Transformers
             folder's config; else the backbone's own grid for checkpoints of this backbone and for tables that fit it
@@ -92,7 +97,10 @@ def load_pretrained(
     grid = tuple(grid) if grid is not None else weights.grid
     tensors = _fit_positions(tensors, vit, grid, place == "backbone.vit.", checkpoint)
     try:
-        report = load_released(vit, tensors, grid=vit.patch_embed.grid_size)
+        if hasattr(vit, "encoder"):
+            report = load_released(vit, tensors, grid=vit.patch_embed.grid_size)
+        else:
+            report = fill(vit, _without_timm_heads(tensors, vit))
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from None
     ignored = sorted([*report.ignored, *left_out, *without_use, *skipped])
@@ -249,6 +257,12 @@ def _without_unbuilt(
     return {key: value for key, value in tensors.items() if key not in skipped}, skipped
 
 
+def _without_timm_heads(tensors: dict[str, torch.Tensor], vit: nn.Module) -> Renamed:
+    own = vit.state_dict()
+    heads = [key for key in tensors if key not in own and key.startswith(_TIMM_HEADS)]
+    return Renamed({key: value for key, value in tensors.items() if key not in heads}, heads)
+
+
 def _fit_positions(
     tensors: dict[str, torch.Tensor],
     vit: nn.Module,
@@ -257,9 +271,11 @@ def _fit_positions(
     source: str | Path,
 ) -> dict[str, torch.Tensor]:
     table = tensors.get("pos_embed")
-    if table is None or table.ndim != 3 or table.shape[-1] != vit.embed_dim:
+    if table is None or vit.pos_embed is None or table.ndim != 3 or table.shape[-1] != vit.embed_dim:
         return tensors  # another width is reported with both shapes when the tensors are loaded
-    target, count = tuple(vit.patch_embed.grid_size), table.shape[1]
+    target = tuple(vit.patch_embed.grid_size)
+    prefix = vit.pos_embed.shape[1] - target[0] * target[1]  # timm's tables begin with the class token's entry
+    count = table.shape[1] - prefix
     grid = grid_of_table(count, target, same_layout=own_format, given=grid)
     if grid is None or grid[0] * grid[1] != count:
         raise ValueError(
@@ -269,5 +285,6 @@ def _fit_positions(
         )
     if grid != target:
         print_log(f"{source}: positions resampled from grid {grid} to {target}", logger="current")
-        tensors = {**tensors, "pos_embed": resample_positions(table, grid, target)}
+        patches = resample_positions(table[:, prefix:], grid, target)
+        tensors = {**tensors, "pos_embed": torch.cat([table[:, :prefix], patches], dim=1)}
     return tensors

@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import timm
 import torch
 from mmengine.model import BaseModule
+from timm.layers import RmsNorm
 from torch import nn
 
 from jumbo_core.jumbo.stack import BlockStack, resolve_index
 from jumbo_core.linear.mamba2 import GatedRMSNorm
 from jumbo_core.models.surface import PatchModel
+from jumbo_core.tofu import FusedModel
 from mmseg_ext.checkpoints import load_pretrained
+from mmseg_ext.tofu import fuse
 
-_NORMS = (nn.LayerNorm, nn.RMSNorm, GatedRMSNorm)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, RmsNorm, GatedRMSNorm)
 
 
 class PlainBackbone(BaseModule):
-    """Base of :class:`JumboViT` and :class:`AdventurerViT`: a headless model of the core behind the host's interface.
+    """Base of our backbones: a headless model, of the core or of timm, behind the host's interface.
 
     Input images (B, C, H, W), output a tuple of maps (B, D, h, w), one for each of ``out_indices`` and in that order,
     with (h, w) the patch grid. Tokens that are no patches are never part of a map, wherever the encoder has them.
 
     Args:
-        core: class of the model, filled with ``sizes`` (``embed_dim`` and ``depth`` among them) and ``options``.
+        core: makes the model, of ``sizes`` (``embed_dim`` and ``depth`` among them) and ``options``.
         others: see the subclasses.
+
+    Attributes:
+        fusion: what :func:`jumbo_core.tofu.apply_tofu` gave for ``tofu``, None without: ``report()``, ``remove()``.
     """
 
     def __init__(
         self,
-        core: type[PatchModel],
+        core: type[PatchModel] | Callable[..., nn.Module],
         sizes: dict[str, Any],
         *,
         in_channels: int,
@@ -44,6 +50,7 @@ class PlainBackbone(BaseModule):
         with_cp: bool,
         drop_rate: float,
         init_cfg: dict | list[dict] | None,
+        tofu: Mapping[str, Any] | None = None,
         **options,
     ) -> None:
         super().__init__(init_cfg=init_cfg)
@@ -65,15 +72,11 @@ class PlainBackbone(BaseModule):
             **sizes,
             **options,
         )
-        encoder: BlockStack = self.vit.encoder
-        encoder.keep_blocks(max(self.out_indices) + 1)
-        if not final_norm:
-            encoder.norm = nn.Identity()
-        # Maps hold patches only: what the last block does to the global token gets zero gradients, but weight decay.
-        encoder.freeze_unreachable()
+        self._cut(max(self.out_indices) + 1)
         self.vit.set_grad_checkpointing(with_cp)
         for module in self._frozen_modules():
             module.requires_grad_(False)
+        self.fusion: FusedModel | None = None if tofu is None else fuse(self.vit, tofu, num_layers)
 
     def init_weights(self) -> None:
         """The host's initialisation; a "Pretrained" ``init_cfg`` goes through our reader."""
@@ -92,12 +95,12 @@ class PlainBackbone(BaseModule):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """(B, C, H, W) -> maps (B, D, h, w), one per entry of ``out_indices``."""
-        grid = self.vit.grid_of(x.shape[-2:])
+        grid = self._grid(x)
         wanted = sorted(set(self.out_indices))
         tokens = self.vit.forward_intermediates(x, wanted, output_fmt="NLC", intermediates_only=True)
         by_block = dict(zip(wanted, tokens, strict=True))
         if self.final_norm:
-            by_block[self.num_layers - 1] = self.vit.norm(by_block[self.num_layers - 1])
+            by_block[self.num_layers - 1] = self._last_norm()(by_block[self.num_layers - 1])
         maps = {i: y.transpose(1, 2).unflatten(2, grid).contiguous() for i, y in by_block.items()}  # -> (B, D, h, w)
         return tuple(maps[i] for i in self.out_indices)
 
@@ -112,6 +115,22 @@ class PlainBackbone(BaseModule):
                     if isinstance(module, _NORMS):
                         module.eval()
         return self
+
+    def _grid(self, x: torch.Tensor) -> tuple[int, int]:
+        """Patch grid (h, w) of images (B, C, H, W)."""
+        return self.vit.grid_of(x.shape[-2:])
+
+    def _last_norm(self) -> nn.Module:
+        return self.vit.norm
+
+    def _cut(self, blocks: int) -> None:
+        """Leave out what no map needs: later blocks than the first ``blocks``, and the final norm if it is not used."""
+        encoder: BlockStack = self.vit.encoder
+        encoder.keep_blocks(blocks)
+        if not self.final_norm:
+            encoder.norm = nn.Identity()
+        # Maps hold patches only: what the last block does to the global token gets zero gradients, but weight decay.
+        encoder.freeze_unreachable()
 
     def _frozen_modules(self) -> list[nn.Module | nn.Parameter]:
         """Modules and parameters that ``frozen_stages`` keeps out of training."""

@@ -62,7 +62,7 @@ def test_small_ones_run(path):
 
 
 def test_metafile_lists_the_configs_for_public_datasets():
-    metafile, _ = mmengine.load(str(PLUGIN / "model-index.yml"))["Import"]
+    metafile, *_ = mmengine.load(str(PLUGIN / "model-index.yml"))["Import"]
     listed = {model["Config"]: model["Name"] for model in mmengine.load(str(PLUGIN / metafile))["Models"]}
     shipped = {f"configs/jumbo/{p.name}": p.stem for p in CONFIGS if "ade20k" in p.name or "cityscapes" in p.name}
     assert listed == shipped and len(listed) == 9

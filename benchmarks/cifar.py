@@ -14,6 +14,7 @@ import io
 import os
 import tempfile
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -66,9 +67,21 @@ class Photos(torch.utils.data.Dataset):
         return {"pixel_values": image, "labels": self.labels[i]}
 
 
-def train(contender: str, width: int, lr: float, seed: int, settings: dict, data: str, threads: int) -> dict:
-    """One training run; accuracies in percent on held-out and test photos."""
+def split(photos: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the ``count`` training photos that choices are made on, and of those that are trained on."""
+    order = torch.randperm(photos, generator=torch.Generator().manual_seed(0))
+    return order[:count], order[count:]
+
+
+def train(
+    contender: str, width: int, lr: float, seed: int, settings: dict, data: str, threads: int, keep: Path | None = None
+) -> dict:
+    """One training run; accuracies in percent on held-out and test photos.
+
+    ``keep``: a folder for the trained model and, meanwhile, a checkpoint of each epoch that an interrupted run resumes.
+    """
     from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+    from transformers.trainer_utils import get_last_checkpoint
 
     from hf_ext import JumboConfig, JumboForImageClassification
     from jumbo_core.jumbo import param_groups
@@ -76,8 +89,7 @@ def train(contender: str, width: int, lr: float, seed: int, settings: dict, data
     torch.set_num_threads(threads)
     images, labels = load(Path(data) / "train.parquet", settings["train_photos"])
     test = Photos(*load(Path(data) / "test.parquet", settings["test_photos"]))
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    held, rest = order[: settings["held_out"]], order[settings["held_out"] :]
+    held, rest = split(len(labels), settings["held_out"])
     training, validation = Photos(images[rest], labels[rest], flip=True), Photos(images[held], labels[held])
 
     set_seed(seed)
@@ -89,7 +101,8 @@ def train(contender: str, width: int, lr: float, seed: int, settings: dict, data
     )  # fmt: skip
     model = JumboForImageClassification(config)
     groups = param_groups(model, lr, settings["weight_decay"], jumbo_lr_scale=lr_scale)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() if keep is None else nullcontext(keep) as folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
         trainer = Trainer(
             model,
             TrainingArguments(
@@ -103,7 +116,8 @@ def train(contender: str, width: int, lr: float, seed: int, settings: dict, data
                 seed=seed,
                 use_cpu=True,
                 report_to="none",
-                save_strategy="no",
+                save_strategy="no" if keep is None else "epoch",
+                save_total_limit=1,
                 logging_strategy="no",
                 disable_tqdm=True,
             ),
@@ -112,9 +126,11 @@ def train(contender: str, width: int, lr: float, seed: int, settings: dict, data
             compute_metrics=lambda p: {"accuracy": 100 * float((p.predictions.argmax(-1) == p.label_ids).mean())},
         )
         trainer.remove_callback(PrinterCallback)
-        seconds = trainer.train().metrics["train_runtime"]
+        seconds = trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder))).metrics["train_runtime"]
         held_out = trainer.evaluate(validation)["eval_accuracy"]
         on_test = trainer.evaluate(test)["eval_accuracy"]
+        if keep is not None:
+            model.save_pretrained(keep)
     core = model.jumbo.vit
     return {
         "contender": contender, "width": width, "lr": lr, "seed": seed,

@@ -1,4 +1,4 @@
-"""``python -m jumbo_core.measure``: ``flops`` (closed forms), ``scan`` (against a peer), ``images`` (growing size)."""
+"""``python -m jumbo_core.measure``: ``flops`` (closed forms), ``scan``, ``images`` and ``tofu`` (timings)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import timm
 import torch
 
-from jumbo_core.measure import images, scan
+from jumbo_core.measure import images, scan, tofu
 from jumbo_core.measure.flops import count_parameters, multiply_adds
 from jumbo_core.measure.report import markdown_table
 
@@ -52,17 +52,22 @@ def main(arguments: list[str] | None = None) -> None:
     for name, repeats, purpose in (
         ("scan", 15, "the scan against Transformers' torch path, and how it grows with length"),
         ("images", 5, "models of one width on images up to 1024x2048"),
+        ("tofu", 15, "token fusion in a ViT-B: time saved against multiply-adds saved"),
     ):
         timing = commands.add_parser(name, help=purpose)
         timing.add_argument("--repeats", type=int, default=repeats, help=f"timed rounds (default {repeats})")
         timing.add_argument("--threads", type=int, default=2, help="default 2")
         timing.add_argument("--out", type=Path, help="write the result as JSON as well")
+        if name == "tofu":
+            timing.add_argument("--batch", type=int, nargs="+", default=[8, 1], help="batch sizes (default 8 1)")
+            timing.add_argument("-r", type=int, default=16, help="tokens that leave in each block (default 16)")
     options = parser.parse_args(arguments)
     if options.command == "flops":
         print(flops_table(options.models, options.image_size))
         return
-    module = {"scan": scan, "images": images}[options.command]
-    result = module.measure(repeats=options.repeats, threads=options.threads)
+    module = {"scan": scan, "images": images, "tofu": tofu}[options.command]
+    settings = dict(batches=options.batch, r=options.r) if module is tofu else {}
+    result = module.measure(repeats=options.repeats, threads=options.threads, **settings)
     result["table"] = module.table(result)
     print(result["table"])
     if options.out:

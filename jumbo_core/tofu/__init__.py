@@ -8,6 +8,7 @@ from jumbo_core.tofu.linearity import LinearityProfile, linearity_profile
 from jumbo_core.tofu.matching import Matching, match
 from jumbo_core.tofu.operators import compose, fuse, source_map, unmerge
 from jumbo_core.tofu.plan import Clamp, FusionPlan
+from jumbo_core.tofu.search import PlanSearch, search_plan
 
 __all__ = [
     "Clamp",
@@ -17,6 +18,7 @@ __all__ = [
     "FusionReport",
     "LinearityProfile",
     "Matching",
+    "PlanSearch",
     "apply_tofu",
     "attention_received",
     "compose",
@@ -27,6 +29,7 @@ __all__ = [
     "match",
     "register_host",
     "remove_tofu",
+    "search_plan",
     "source_map",
     "unmerge",
 ]

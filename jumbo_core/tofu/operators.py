@@ -64,56 +64,56 @@ def fuse(
     if op == "prune":
         return _take(tokens, matching.kept), _take(sizes, matching.kept)
 
-    # Only groups that change are computed: the r rows below, one per source. Sources of one group share the row of the
-    # first of them; the rows of the others are never read.
+    # Only groups that change are computed: the B r rows below, one per source. Sources of one group share the row of
+    # the first of them; the rows of the others are never read. Samples lie one behind the other throughout.
     group = matching.place.gather(1, matching.sources)  # (B, r): the group each source joins
     number = torch.arange(r, device=group.device).expand_as(group)
-    row_of_group = torch.full_like(matching.kept, r).scatter_reduce(1, group, number, "amin")  # (B, K)
-    row = row_of_group.gather(1, group)  # (B, r)
+    first = torch.full_like(matching.kept, r).scatter_reduce(1, group, number, "amin")  # (B, K): the row of each group
+    row = first.gather(1, group)  # (B, r)
+    rows, groups, edges = _flat(row, r), _flat(group, matching.kept.shape[1]), row.numel()
 
-    # One gather brings the two ends of every edge.
-    index = torch.cat([matching.destinations, matching.sources], dim=1)
-    ends = _take(tokens, index).to(dtype)
-    if weights is not None:
-        weight = weights.to(dtype).unsqueeze(-1)
+    # One gather brings the two ends of every edge, destinations first.
+    index = torch.cat([_flat(matching.destinations, tokens.shape[1]), _flat(matching.sources, tokens.shape[1])])
+    ends = tokens.flatten(0, 1).index_select(0, index).to(dtype)  # (2 B r, D)
+    alike = op == "mlerp" and weights is None
+    if alike:
+        weight = ends.new_ones(index.shape[0], 1)
     else:
-        weight = sizes if op == "average" else torch.ones_like(sizes)
-    weight, joining_weight = _take(weight, index).split(r, dim=1)
-    total = _add(weight, row, joining_weight)
+        weight = (sizes if weights is None else weights.to(dtype)).reshape(-1, 1).index_select(0, index)
+    total = _sum(weight, rows)
     if weights is not None:
-        unweighted = total == 0
-        weight = torch.where(unweighted, 1, weight)
-        joining_weight = torch.where(_take(unweighted, row), 1, joining_weight)
-        total = _add(weight, row, joining_weight)
+        weight = torch.where((total == 0).index_select(0, rows).repeat(2, 1), 1, weight)
+        total = _sum(weight, rows)
 
-    stays, joins = ends.split(r, dim=1)
-    fused = _add(stays * weight, row, joins * joining_weight) / total  # the mean
-    if op == "mlerp":
+    members = ends if alike else ends * weight
+    if op == "average":
+        fused = _sum(members, rows) / total
+    else:
         lengths = ends.norm(dim=-1, keepdim=True)
-        length, joining_length = lengths.split(r, dim=1)
-        mean_length = scale = _add(length * weight, row, joining_length * joining_weight) / total
-        if norm == "spherical":
-            unit, joining_unit = (ends / torch.where(lengths > 0, lengths, 1)).split(r, dim=1)
-            fused = _add(unit * weight, row, joining_unit * joining_weight) / total
-            scale = 1
+        stays, own, joining = ends[:edges], lengths[:edges], lengths[edges:]
+        reach = _sum(lengths * weight, rows)  # length of the sum if all members pointed the same way
         if norm == "max":
-            target = length.scatter_reduce(1, row.unsqueeze(-1), joining_length, "amax")
+            target = own.scatter_reduce(0, rows.unsqueeze(-1), joining, "amax")
         else:
-            target = mean_length
-        vanishes = fused.norm(dim=-1, keepdim=True) <= 8 * torch.finfo(dtype).eps * scale
-        direction = torch.where(vanishes, stays, fused)
-        direction_length = direction.norm(dim=-1, keepdim=True)
-        fused = direction * (target / torch.where(direction_length > 0, direction_length, 1))
+            target = reach / total
+        if norm == "spherical":
+            members, reach = members / torch.where(lengths > 0, lengths, 1), total
+        summed = _sum(members, rows)
+        length = summed.norm(dim=-1, keepdim=True)
+        vanishes = length <= 8 * torch.finfo(dtype).eps * reach
+        direction, length = torch.where(vanishes, stays, summed), torch.where(vanishes, own, length)
+        fused = direction * (target / torch.where(length > 0, length, 1))
     if tokens.dtype != dtype:
         limit = torch.finfo(tokens.dtype).max
         fused = fused.clamp(-limit, limit).to(tokens.dtype)
     # Kept tokens, and one row to spare: rows that share a group with an earlier one are written there and cut off.
     count = matching.kept.numel()
-    index = torch.cat([_flat(matching.kept, tokens.shape[1]), matching.kept.new_zeros(1)])
-    slot = torch.where((row == number).flatten(), _flat(group, matching.kept.shape[1]), count)
-    out = tokens.flatten(0, 1).index_select(0, index).index_copy_(0, slot, fused.flatten(0, 1))
-    out = out[:count].unflatten(0, matching.kept.shape)
-    return out, _add(_take(sizes, matching.kept), group, _take(sizes, matching.sources))
+    kept = _flat(matching.kept, tokens.shape[1])
+    slot = torch.where((row == number).flatten(), groups, count)
+    out = tokens.flatten(0, 1).index_select(0, torch.cat([kept, kept.new_zeros(1)])).index_copy_(0, slot, fused)
+    sizes = sizes.reshape(-1, 1)
+    left = sizes.index_select(0, kept).index_add(0, groups, sizes.index_select(0, index[edges:]))
+    return out[:count].unflatten(0, matching.kept.shape), left.unflatten(0, matching.kept.shape)
 
 
 def unmerge(tokens: torch.Tensor, matching: Matching | torch.Tensor) -> torch.Tensor:
@@ -160,10 +160,10 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, 1).index_select(0, _flat(index, x.shape[1])).unflatten(0, index.shape)
 
 
-def _add(base: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """base (B, K, D) plus values (B, r, D), each added at its index (B, r)."""
-    summed = base.flatten(0, 1).index_add(0, _flat(index, base.shape[1]), values.flatten(0, 1))
-    return summed.unflatten(0, base.shape[:2])
+def _sum(ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """What both ends of every edge add up to in the row of its group: (2 R, D), destinations first -> (R, D)."""
+    edges = rows.shape[0]
+    return ends[:edges].index_add(0, rows, ends[edges:])
 
 
 def _flat(index: torch.Tensor, rows: int) -> torch.Tensor:

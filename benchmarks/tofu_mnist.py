@@ -5,8 +5,9 @@
 The model (depth 6, 49 patches) comes with the 10,000 MNIST test images only. A fixed 500 of them, drawn with seed 0,
 are set apart: the adaptive plans are made on these (images only, no labels), and accuracy is counted on the other
 9,500, which no choice has seen. Every r is a number of tokens per block; the adaptive plans spread the same
-multiply-adds as they like, and the searched one also chooses the operators and apply_tofu's options. An interrupted
-command picks up at the first run that is not in the file; speed is measured anew at the end of each.
+multiply-adds as they like, and the searched one, which starts from the best of all others, also chooses operators and
+apply_tofu's options. An interrupted command picks up at the first run that is not in the file; speed is measured anew at
+the end of each.
 """
 
 from __future__ import annotations
@@ -125,10 +126,10 @@ class Comparison:
         plans = (FusionPlan.from_profile(profile, step / 400) for step in range(400))
         return next(plan for plan in plans if self.multiply_adds(plan) <= budget)
 
-    def search(self, start: FusionPlan, budget: int) -> dict:
+    def search(self, starts: list[FusionPlan], budget: int) -> dict:
         # Small batches: a plan that is worse than the best so far is dropped between two of them.
         batches = self.calibration.split(self.batch // 4)
-        found = search_plan(self.model, batches, start, budget=budget - self.rest, options=OPTIONS)
+        found = search_plan(self.model, batches, starts, budget=budget - self.rest, options=OPTIONS)
         return {
             "ops": found.plan.ops, "counts": found.plan.counts, "options": found.options, "loss": found.loss,
             "start_loss": found.start_loss, "tried": found.tried,
@@ -149,7 +150,8 @@ class Comparison:
             budget = file.runs[f"prune|r={r}"]["multiply_adds"]
             start = self.matched(profile, budget)
             file.run(from_profile, partial(self.score, start, {}, before))
-            found = file.run(f"search|r={r}", partial(self.search, start, budget))
+            starts = [start, *(make(self.depth, r) for make, _ in CONSTANT.values())]
+            found = file.run(f"search|r={r}", partial(self.search, starts, budget))
             plan = FusionPlan(tuple(found["ops"]), tuple(found["counts"]))
             file.run(searched, partial(self.score, plan, found["options"], before))
 

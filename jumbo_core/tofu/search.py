@@ -31,7 +31,7 @@ class PlanSearch:
     Attributes:
         plan: the best plan found, never costlier than the one it started from.
         options: what to give :func:`apply_tofu` with it, one of those that were tried.
-        loss, start_loss: of that plan, and of the start with the best of the options.
+        loss, start_loss: of that plan, and of the best start with the best of the options.
         tried: plans measured, options counted.
     """
 
@@ -45,7 +45,7 @@ class PlanSearch:
 def search_plan(
     model: nn.Module,
     batches: Sequence[torch.Tensor],
-    start: FusionPlan,
+    start: FusionPlan | Sequence[FusionPlan],
     *,
     cost: Callable[[FusionPlan], float] | None = None,
     budget: float | None = None,
@@ -64,10 +64,11 @@ def search_plan(
     Args:
         model: what :func:`apply_tofu` takes, not fused.
         batches: calibration images, each (B, C, H, W), all of one size, on the model's device. Never test images.
-        start: from :meth:`FusionPlan.from_profile`, for example. Its counts are first cut to what can leave.
+        start: from :meth:`FusionPlan.from_profile`, for example; of several the one that loses least. Counts are
+            first cut to what can leave.
         cost: of a plan; where more tokens leave it must not rise. Default: multiply-adds, matching included, or for
             models without a closed form the patches that blocks hand on, summed.
-        budget: what the plan may cost. Default: what the start costs.
+        budget: what the plan may cost. Default: what the start costs, of several the costliest.
         options: keyword arguments of :func:`apply_tofu` to choose from, once at the start and once after each step.
         ops: operators to choose from. Default: all three.
         steps: sizes of the moves, each used until nothing improves. Default 4, 2, 1.
@@ -81,21 +82,24 @@ def search_plan(
     """
     if is_fused(model):
         raise ValueError("search on the model before it is fused; call remove_tofu(model) first")
-    for name, value in (("batches", batches), ("options", options), ("ops", ops), ("steps", steps)):
+    starts = [start] if isinstance(start, FusionPlan) else list(start)
+    named = (("batches", batches), ("start", starts), ("options", options), ("ops", ops), ("steps", steps))
+    for name, value in named:
         if not len(value):
             raise ValueError(f"{name} is empty: there is nothing to search with")
     steps = [checks.integer("steps", step) for step in steps]
     with torch.no_grad(), evaluating(model):
         trial = _Trial(model, list(batches), divergence if loss is None else loss)
-        patches = trial.num_patches(len(start.ops))
+        patches = trial.num_patches(len(starts[0].ops))
         cost = _default_cost(model, patches) if cost is None else cost
-        best = FusionPlan(start.ops, tuple(start.resolve(patches)[0]))
-        budget = cost(best) if budget is None else budget
-        if cost(best) > budget:
+        starts = [FusionPlan(plan.ops, tuple(plan.resolve(patches)[0])) for plan in starts]
+        costliest = max(map(cost, starts))
+        budget = costliest if budget is None else budget
+        if costliest > budget:
             raise ValueError(
-                f"the start costs {cost(best)}, more than the budget of {budget}: start from a cheaper plan"
+                f"the start costs {costliest}, more than the budget of {budget}: start from a cheaper plan"
             )
-        chosen, least = trial.choose(best, options)
+        best, chosen, least = trial.choose(starts, options)
         start_loss = least
         for step in steps:
             improved = True
@@ -110,7 +114,7 @@ def search_plan(
                     limit = least * (1 + NOTHING) if cost(plan) < cost(best) else least
                     if (value := trial.loss(plan, chosen, limit)) < limit:
                         best, least, improved = plan, min(least, value), True
-            chosen, least = trial.choose(best, [chosen, *options])
+            _, chosen, least = trial.choose([best], [chosen, *options])
     return PlanSearch(best, dict(chosen), least, start_loss, trial.tried)
 
 
@@ -148,13 +152,14 @@ class _Trial:
         finally:
             handle.remove()
 
-    def choose(self, plan: FusionPlan, options: Sequence[Mapping]) -> tuple[Mapping, float]:
-        """The options with which the plan loses least, the first of equals, and that loss."""
-        chosen, least = options[0], math.inf
-        for some in options:
-            if (value := self.loss(plan, some, least)) < least:
-                chosen, least = some, value
-        return chosen, least
+    def choose(self, plans: Sequence[FusionPlan], options: Sequence[Mapping]) -> tuple[FusionPlan, Mapping, float]:
+        """The plan and the options that lose least together, the first of equals, and that loss."""
+        best, least = None, math.inf
+        for plan in plans:
+            for some in options:
+                if (value := self.loss(plan, some, least)) < least:
+                    best, least = (plan, some), value
+        return *best, least
 
     def loss(self, plan: FusionPlan, options: Mapping, limit: float) -> float:
         """Mean over the images; a plan that is certain to lose ``limit`` or more is dropped and counts as infinite."""

@@ -77,6 +77,16 @@ def test_takes_what_costs_nothing(batches):
     assert found.loss <= found.start_loss * (1 + 1e-4)
 
 
+def test_starts_from_the_best_of_several(model, batches):
+    starts = [START, FusionPlan.uniform(3, 3, "average"), FusionPlan.uniform(3, 3, "prune")]
+    losses = {(plan, i): loss_of(model, batches, plan, o) for plan in starts for i, o in enumerate(OPTIONS)}
+    found = search_plan(model, batches, starts, options=OPTIONS, steps=(1,))
+    assert found.start_loss == pytest.approx(min(losses.values()), rel=1e-4)
+    assert found.start_loss < min(losses[START, i] for i in range(3))
+    costs = [fusion_report(model, plan, 16).multiply_adds for plan in (found.plan, *starts)]
+    assert costs[0] <= max(costs[1:])
+
+
 def test_model_and_random_state_are_left_alone(model, batches):
     model.train()
     model.blocks[0].eval()
@@ -123,7 +133,7 @@ def test_divergence():
 
 
 def test_refusals(model, batches):
-    for name in ("batches", "options", "ops", "steps"):
+    for name in ("batches", "start", "options", "ops", "steps"):
         with pytest.raises(ValueError, match=f"{name} is empty"):
             search_plan(model, **{"batches": batches, "start": START, name: []})
     with pytest.raises(ValueError, match="steps must be an integer of at least 1, got 0"):

@@ -5,9 +5,8 @@
 The model (depth 6, 49 patches) comes with the 10,000 MNIST test images only. A fixed 500 of them, drawn with seed 0,
 are set apart: the adaptive plans are made on these (images only, no labels), and accuracy is counted on the other
 9,500, which no choice has seen. Every r is a number of tokens per block; the adaptive plans spread the same
-multiply-adds as they like, and the searched one, which starts from the best of all others, also chooses operators and
-apply_tofu's options. An interrupted command picks up at the first run that is not in the file; speed is measured anew at
-the end of each.
+multiply-adds as they like, and the searched one also chooses operators and apply_tofu's options. An interrupted command
+picks up at the first run that is not in the file; speed is measured anew at the end of each.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ class Comparison:
             budget = file.runs[f"prune|r={r}"]["multiply_adds"]
             start = self.matched(profile, budget)
             file.run(from_profile, partial(self.score, start, {}, before))
-            starts = [start, *(make(self.depth, r) for make, _ in CONSTANT.values())]
+            starts = [start, FusionPlan.uniform(self.depth, r, "average")]
             found = file.run(f"search|r={r}", partial(self.search, starts, budget))
             plan = FusionPlan(tuple(found["ops"]), tuple(found["counts"]))
             file.run(searched, partial(self.score, plan, found["options"], before))

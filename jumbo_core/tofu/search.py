@@ -31,7 +31,7 @@ class PlanSearch:
     Attributes:
         plan: the best plan found, never costlier than the one it started from.
         options: what to give :func:`apply_tofu` with it, one of those that were tried.
-        loss, start_loss: of that plan, and of the best start with the best of the options.
+        loss, start_loss: of that plan, and of the best start with the best options.
         tried: plans measured, options counted.
     """
 
@@ -51,27 +51,30 @@ def search_plan(
     budget: float | None = None,
     options: Sequence[Mapping] = ({},),
     ops: Sequence[str] = OPERATORS,
-    steps: Sequence[int] = (4, 2, 1),
+    steps: Sequence[int] | None = None,
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
 ) -> PlanSearch:
     """Improve a plan within a budget: coordinate descent on what calibration images lose.
 
     A move lets ``step`` tokens less leave in one block and as many more in another as the budget asks, or changes a
     block's operator, and is kept if the loss gets lower; or it lets ``step`` more leave, and is kept if nothing is
-    lost by it, which makes room for others. When no move is kept the next step is taken. Deterministic: the moves have
-    a fixed order and nothing is drawn at random. The model is left as it was.
+    lost by it, which makes room for others. When no move is kept the next step is taken.
+
+    Every start with every one of the options is tried so; after each step the worse half is given up. Deterministic:
+    the moves have a fixed order and nothing is drawn at random. The model is left as it was.
 
     Args:
         model: what :func:`apply_tofu` takes, not fused.
         batches: calibration images, each (B, C, H, W), all of one size, on the model's device. Never test images.
-        start: from :meth:`FusionPlan.from_profile`, for example; of several the one that loses least. Counts are
-            first cut to what can leave.
+        start: one plan or several, from :meth:`FusionPlan.from_profile` and :meth:`FusionPlan.uniform`, for example.
+            Counts are first cut to what can leave.
         cost: of a plan; where more tokens leave it must not rise. Default: multiply-adds, matching included, or for
             models without a closed form the patches that blocks hand on, summed.
         budget: what the plan may cost. Default: what the start costs, of several the costliest.
-        options: keyword arguments of :func:`apply_tofu` to choose from, once at the start and once after each step.
+        options: keyword arguments of :func:`apply_tofu` to choose from. Default: its own defaults only.
         ops: operators to choose from. Default: all three.
-        steps: sizes of the moves, each used until nothing improves. Default 4, 2, 1.
+        steps: sizes of the moves, each used until nothing improves. Default: powers of two, from the largest that a
+            count of the starts reaches down to 1.
         loss: (output, output of the unfused model) -> mean over images, not negative. Default: Kullback-Leibler
             divergence of the class probabilities, for outputs that are logits (B, classes).
 
@@ -83,11 +86,10 @@ def search_plan(
     if is_fused(model):
         raise ValueError("search on the model before it is fused; call remove_tofu(model) first")
     starts = [start] if isinstance(start, FusionPlan) else list(start)
-    named = (("batches", batches), ("start", starts), ("options", options), ("ops", ops), ("steps", steps))
-    for name, value in named:
+    named = {"batches": batches, "start": starts, "options": options, "ops": ops}
+    for name, value in (named if steps is None else {**named, "steps": steps}).items():
         if not len(value):
             raise ValueError(f"{name} is empty: there is nothing to search with")
-    steps = [checks.integer("steps", step) for step in steps]
     with torch.no_grad(), evaluating(model):
         trial = _Trial(model, list(batches), divergence if loss is None else loss)
         patches = trial.num_patches(len(starts[0].ops))
@@ -96,26 +98,36 @@ def search_plan(
         costliest = max(map(cost, starts))
         budget = costliest if budget is None else budget
         if costliest > budget:
-            raise ValueError(
-                f"the start costs {costliest}, more than the budget of {budget}: start from a cheaper plan"
-            )
-        best, chosen, least = trial.choose(starts, options)
-        start_loss = least
+            raise ValueError(f"a start costs {costliest}, more than the budget of {budget}: start from a cheaper plan")
+        if steps is None:
+            largest = max(max(plan.counts) for plan in starts)
+            steps = [1 << power for power in reversed(range(largest.bit_length()))]
+        steps = [checks.integer("steps", step) for step in steps]
+        found = [(trial.loss(plan, some, math.inf), plan, some) for plan in starts for some in options]
+        start_loss = min(value for value, *_ in found)
         for step in steps:
-            improved = True
-            while improved:
-                improved = False
-                for change in _changes(len(best.ops), step, ops):
-                    plan = change(best, patches, cost, budget)
-                    if plan is None:
-                        continue
-                    # Only what is cheaper may be a little worse, and never worse than the best loss so far by more
-                    # than rounding: so the search cannot go round in circles.
-                    limit = least * (1 + NOTHING) if cost(plan) < cost(best) else least
-                    if (value := trial.loss(plan, chosen, limit)) < limit:
-                        best, least, improved = plan, min(least, value), True
-            _, chosen, least = trial.choose([best], [chosen, *options])
+            moves = list(_moves(len(starts[0].ops), step, ops))
+            found = [_descend(trial, *one, moves, patches, cost, budget) for one in found]
+            found = sorted(found, key=lambda one: one[0])[: (len(found) + 1) // 2]
+    least, best, chosen = min(found, key=lambda one: one[0])
     return PlanSearch(best, dict(chosen), least, start_loss, trial.tried)
+
+
+def _descend(trial, least, best, options, moves, patches, cost, budget) -> tuple[float, FusionPlan, Mapping]:
+    """Make moves until none is kept."""
+    lowest, improved = least, True
+    while improved:
+        improved = False
+        for move in moves:
+            plan = move(best, patches, cost, budget)
+            if plan is None:
+                continue
+            # Only what is cheaper may be a little worse, and never worse than the lowest loss so far by more than
+            # rounding: so the search cannot go round in circles.
+            limit = lowest * (1 + NOTHING) if cost(plan) < cost(best) else lowest
+            if (value := trial.loss(plan, options, limit)) < limit:
+                least, best, lowest, improved = value, plan, min(lowest, value), True
+    return least, best, options
 
 
 def divergence(output: torch.Tensor, unfused: torch.Tensor) -> torch.Tensor:
@@ -138,10 +150,11 @@ class _Trial:
         self.model, self.batches, self._loss = model, batches, loss
         self.unfused = [model(images) for images in batches]
         self.known: dict[tuple, float] = {}
+        self.dropped: dict[tuple, float] = {}  # the limit that was reached
 
     @property
     def tried(self) -> int:
-        return len(self.known)
+        return len(self.known.keys() | self.dropped.keys())
 
     def num_patches(self, depth: int) -> int:
         """N of the calibration images."""
@@ -152,23 +165,20 @@ class _Trial:
         finally:
             handle.remove()
 
-    def choose(self, plans: Sequence[FusionPlan], options: Sequence[Mapping]) -> tuple[FusionPlan, Mapping, float]:
-        """The plan and the options that lose least together, the first of equals, and that loss."""
-        best, least = None, math.inf
-        for plan in plans:
-            for some in options:
-                if (value := self.loss(plan, some, least)) < least:
-                    best, least = (plan, some), value
-        return *best, least
-
     def loss(self, plan: FusionPlan, options: Mapping, limit: float) -> float:
         """Mean over the images; a plan that is certain to lose ``limit`` or more is dropped and counts as infinite."""
         # An operator without tokens does nothing: plans that differ there only are the same.
-        key = (tuple((op, r) for op, r in zip(plan.ops, plan.counts, strict=True) if r), plan.counts)
-        key = (*key, tuple(sorted(options.items())))
-        if key not in self.known:
-            self.known[key] = self._measure(plan, options, limit)
-        return self.known[key]
+        key = tuple((op, r) if r else None for op, r in zip(plan.ops, plan.counts, strict=True))
+        key = (key, tuple(sorted(options.items())))
+        if key in self.known:
+            return self.known[key]
+        if limit > self.dropped.get(key, -1):
+            value = self._measure(plan, options, limit)
+            if value < math.inf:
+                self.known[key] = value
+                return value
+            self.dropped[key] = limit
+        return math.inf
 
     def _measure(self, plan: FusionPlan, options: Mapping, limit: float) -> float:
         handle = apply_tofu(self.model, plan, **options)
@@ -186,7 +196,7 @@ class _Trial:
             handle.remove()
 
 
-def _changes(depth: int, step: int, ops: Sequence[str]) -> Iterator[Callable[..., FusionPlan | None]]:
+def _moves(depth: int, step: int, ops: Sequence[str]) -> Iterator[Callable[..., FusionPlan | None]]:
     """Every move in its order, each a function (plan, patches, cost, budget) -> plan, None where it is not possible."""
     for giver in range(depth):
         for taker in range(depth):

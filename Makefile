@@ -39,7 +39,7 @@ wheel-check: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -c constraints.txt torch torchvision
-	$(PY) -m pip install -q -c constraints.txt -e '.[all,mmseg-lite,dev]'
+	$(PY) -m pip install -q -c constraints.txt -e '.[all,mmseg-lite,nixtla,dev]'
 	touch $@
 
 clean:

@@ -110,7 +110,8 @@ def test_base_configs_resolve_in_wheel_and_editable_installs(install, request, t
 def test_metadata():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "jumbo-vit"
-    assert set(project["optional-dependencies"]) == {"mmseg", "mmseg-lite", "hf", "ts", "nixtla", "diffusion", "all", "dev"}
+    extras = {"mmseg", "mmseg-lite", "hf", "ts", "nixtla", "diffusion", "all", "dev"}
+    assert set(project["optional-dependencies"]) == extras
     assert not any(d.startswith("mmcv") for d in project["optional-dependencies"]["mmseg"])
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
 
 from jumbo_core import checks
-from jumbo_core.jumbo import JumboOutput
-from jumbo_core.models.released import LoadReport
-from jumbo_core.models.series import JumboSeries
-from ts_ext.heads import FlattenHead, PatchHead, PoolHead
+from ts_ext.heads import ForecastHead, PatchHead, PoolHead
 from ts_ext.losses import check_quantiles
-from ts_ext.options import CHANNELS, HEADS, check_choice, check_jumbo_ffn, encoder_options, only_forecasts
-from ts_ext.pretraining import PretrainOutput, check_masking, load_encoder, rebuild
-from ts_ext.scaling import RevIN, WindowStats
+from ts_ext.options import HEADS, check_choice, only_forecasts
+from ts_ext.pretraining import PretrainOutput, check_masking, rebuild
 from ts_ext.targets import choose_channels, class_shape, target_shape, value_shape
-from ts_ext.values import MISSING, read_values, refuse_exogenous, repair_tsai_if_loaded
+from ts_ext.trunk import SeriesTrunk
+from ts_ext.values import refuse_exogenous
 
 
-class Encoded(NamedTuple):
-    """A batch without a head. Rows R: B*C series, sample by sample, or B with channel mixing.
-
-    tokens: J slices (R, J, D) and patches (R, N, D). real (R, N): patches with an observed value, None = all.
-    stats: RevIN's, (B, C, 1) each, None without RevIN.
-    """
-
-    tokens: JumboOutput
-    real: torch.Tensor | None
-    stats: WindowStats | None
-
-
-class JumboPatchTST(nn.Module):
+class JumboPatchTST(SeriesTrunk):
     """Series (B, C, L) -> forecasts (B, C_out, H), classes, values or rebuilt patches, by a Jumbo encoder of patches.
 
     PatchTST (arXiv 2211.14730): RevIN, patches padded at the END, channels folded into the batch, one flatten head for
@@ -152,70 +134,58 @@ class JumboPatchTST(nn.Module):
         custom_head: Any = None,
         **exogenous: Any,
     ) -> None:
-        super().__init__()
         refuse_exogenous(list(exogenous))
-        self.task = check_choice("head", head, HEADS)
-        self.missing = check_choice("missing", missing, MISSING)
-        self.mixing = check_choice("channels", channels, CHANNELS) == "mixing"
+        check_choice("head", head, HEADS)
         only_forecasts(head, quantiles=quantiles, target_channels=target_channels)
         if seq_len is None:
             raise TypeError(
                 "JumboPatchTST needs seq_len, the length of the window. tsai passes it to classes with 'patchtst' in "
                 "their name; for any other name give it in arch_config=dict(seq_len=…)"
             )
-        c_in, c_out, d_model, d_ff = (
-            checks.integer(name, value)
-            for name, value in dict(c_in=c_in, c_out=c_out, d_model=d_model, d_ff=d_ff).items()
-        )
-        multiplier, registers = checks.integer("multiplier", multiplier, 0), checks.integer("registers", registers, 0)
-        check_jumbo_ffn(jumbo_mlp_ratio, multiplier, d_model)
-        own = encoder_options(
-            encoder, d_model, registers, attn_dropout, layer_scale, d_state=d_state, head_dim=head_dim
-        )
-        if affine and not revin:
-            raise ValueError("affine=True is RevIN's affine and needs revin=True")
-        self.c_in = c_in
-        self.quantiles = None if quantiles is None else check_quantiles(quantiles)
-        self.target_shape: tuple[int, ...] | None = None
-        if head != "pretrain":
-            shape_of = dict(forecast=target_shape, classify=class_shape, regress=value_shape)[head]
-            self.target_shape = shape_of(c_out, pred_dim, custom_head)
-
-        self.revin = RevIN(c_in, affine=affine) if revin else None
-        self.series = JumboSeries(
+        super().__init__(
+            c_in,
             seq_len,
-            dim=d_model,
-            depth=n_layers,
-            num_heads=n_heads,
             patch_len=patch_len,
             stride=stride,
-            in_channels=c_in if self.mixing else 1,
-            drop=dropout,
-            init=init,
-            encoder=encoder,
-            norm=norm,
             multiplier=multiplier,
-            mlp_ratio=(d_ff + 0.5) / d_model,  # the block truncates ratio * width: half a unit keeps it exactly d_ff
+            registers=registers,
+            encoder=encoder,
+            channels=channels,
+            norm=norm,
+            d_model=d_model,
+            n_layers=n_layers,
+            n_heads=n_heads,
+            d_state=d_state,
+            head_dim=head_dim,
+            d_ff=d_ff,
+            dropout=dropout,
+            attn_dropout=attn_dropout,
+            drop_path=drop_path,
+            revin=revin,
+            affine=affine,
+            missing=missing,
             jumbo_mlp_ratio=jumbo_mlp_ratio,
             share_jumbo_ffn=share_jumbo_ffn,
-            drop_path=drop_path,
-            proj_drop=dropout,
-            **own,
+            layer_scale=layer_scale,
+            init=init,
         )
-        self.seq_len = self.series.seq_len
-        self.mask_ratio = None
-        self.target_channels, self.mix = None, None
+        self.task = head
+        self.quantiles = None if quantiles is None else check_quantiles(quantiles)
+        self.mask_ratio, self.target_shape = None, None
+        if head == "pretrain":
+            self.mask_ratio = check_masking(mask_ratio, self.seq_len, self.series.patch_len, self.series.stride)
+            self.head = PatchHead(self, drop=head_dropout)
+            return
+        c_out = checks.integer("c_out", c_out)
+        shape_of = dict(forecast=target_shape, classify=class_shape, regress=value_shape)[head]
+        self.target_shape: tuple[int, ...] = shape_of(c_out, pred_dim, custom_head)
         if head == "forecast":
-            channels_out = (1, 1, *self.target_shape)[-2]
-            self.target_channels = choose_channels(target_channels, c_in, channels_out)
-            self.mix = None if self.target_channels is not None else nn.Parameter(torch.zeros(channels_out, c_in))
-        self.head = self._make_head(head_dropout, mask_ratio)
-        repair_tsai_if_loaded()
-
-    @property
-    def patch_num(self) -> int:
-        """N, patches of a window (tsai's name)."""
-        return self.series.num_patches
+            chosen = choose_channels(target_channels, self.c_in, (1, 1, *self.target_shape)[-2])
+            self.head = ForecastHead(
+                self, self.target_shape, chosen, quantiles=len(self.quantiles or ()), drop=head_dropout
+            )
+        else:
+            self.head = PoolHead(self, self.target_shape, drop=head_dropout)
 
     def forward(
         self,
@@ -242,98 +212,9 @@ class JumboPatchTST(nn.Module):
         """
         refuse_exogenous(list(exogenous))
         if self.task == "pretrain":
-            return rebuild(self, *self._read(x, observed_mask), generator)
+            return rebuild(self, self.head, *self.read(x, observed_mask), self.mask_ratio, generator)
         if generator is not None:
             raise ValueError(f"generator is for head='pretrain'; this model has head={self.task!r}")
         encoded = self.encode(x, observed_mask)
-        y = self.head(encoded.tokens, encoded.real)
-        y = self._forecast(y, encoded.stats) if self.task == "forecast" else y.reshape(-1, *self.target_shape)
+        y = self.head(encoded, self.revin) if self.task == "forecast" else self.head(encoded)
         return y.to(x.dtype)
-
-    def encode(self, x: torch.Tensor, observed_mask: torch.Tensor | None = None) -> Encoded:
-        """What the head is given: the encoder's tokens of (B, C, L), for a head of one's own. Errors as in a call."""
-        x, observed_mask = self._read(x, observed_mask)
-        normal, stats = (x, None) if self.revin is None else self.revin.normalize(x, observed_mask)
-        return Encoded(*self.embed(normal, observed_mask), stats)
-
-    def load_pretrained(
-        self, source: str | Path | Mapping[str, torch.Tensor] | nn.Module, *, strict: bool = True
-    ) -> LoadReport:
-        """Take embedding, positions, encoder and RevIN's affine over from another JumboPatchTST, of any head.
-
-        Args:
-            source: a state dict, a file of one (``torch.save`` or safetensors, read as weights only; fastai's
-                ``learner.save(…, with_opt=False)`` writes one), or a model. It needs the same sizes, channels and
-                seq_len.
-            strict: with False, load what is there and report the rest. Default True.
-
-        Returns:
-            LoadReport: missing and unexpected names; ignored, the source's head, whatever it is.
-
-        Raises:
-            ValueError: tensors of another shape; with ``strict`` missing or unexpected ones; nothing that fits.
-        """
-        return load_encoder(self, source, strict=strict)
-
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute each block in the backward pass instead of keeping its activations.
-
-        Raises:
-            ValueError: with ``norm="BatchNorm"``, whose running statistics would count every batch twice.
-        """
-        if enable and self.series.norm == "BatchNorm":
-            raise ValueError("gradient checkpointing would count every batch twice in BatchNorm: use norm='LayerNorm'")
-        self.series.encoder.gradient_checkpointing = enable
-
-    def _read(self, x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"JumboPatchTST takes one tensor (B, C, L), got {type(x).__name__}")
-        if x.ndim != 3 or x.shape[1] != self.c_in or x.shape[2] != self.seq_len:
-            raise ValueError(
-                f"JumboPatchTST was built for (B, {self.c_in} channels, {self.seq_len} steps), got {tuple(x.shape)}"
-            )
-        if not x.is_floating_point():
-            raise ValueError(f"JumboPatchTST expects a floating dtype, got {x.dtype}: convert with x.float()")
-        return read_values(x, mask, self.missing)
-
-    def embed(self, normal: torch.Tensor, mask: torch.Tensor | None) -> tuple[JumboOutput, torch.Tensor | None]:
-        """Normalised values (B, C, L) and which are observed -> tokens of the rows, and which patches are real."""
-        rows, row_mask = normal, mask
-        if self.series.in_channels == 1:  # (B, C, L) -> (B*C, L): channel independence
-            rows, row_mask = normal.flatten(0, 1), None if mask is None else mask.flatten(0, 1)
-        rows = rows.to(self.head.weight.dtype)
-        return self.series(rows, row_mask), None if mask is None else self.series.real_patches(row_mask, rows)
-
-    def _forecast(self, y: torch.Tensor, stats: WindowStats | None) -> torch.Tensor:
-        """What the head says of the rows -> targets, in original units."""
-        known = self.target_channels if self.mixing else None  # the head was made for these channels alone
-        y = y.unflatten(1, (self._series, -1)) if self.mixing else y.unflatten(0, (-1, self.c_in))
-        if stats is not None:  # (B, C, H), or (B, C, H*Q)
-            y = self.revin.inverse(y, stats, known)
-        if self.mix is not None:
-            weights = self.mix + (1 - self.mix.sum(dim=1, keepdim=True)) / self.c_in  # every row sums to one
-            y = weights.to(y.dtype) @ y
-        elif known is None and self.target_channels != list(range(self.c_in)):
-            y = y[:, self.target_channels]
-        if self.quantiles is None:
-            return y.reshape(-1, *self.target_shape)
-        return y.reshape(-1, *self.target_shape, len(self.quantiles)).sort(dim=-1).values
-
-    def _make_head(self, drop: float, mask_ratio: float) -> nn.Module:
-        encoder, patches = self.series.encoder, self.series.num_patches
-        width, slices = encoder.dim, encoder.num_global_tokens
-        if self.task == "pretrain":
-            self.mask_ratio = check_masking(mask_ratio, self.seq_len, self.series.patch_len, self.series.stride)
-            encoder.freeze_unreachable("patches")  # nothing after the last block's patches has a gradient
-            return PatchHead(width, self.series.in_channels * self.series.patch_len, drop)
-        if self.task == "forecast":
-            steps = (1, *self.target_shape)[-1] * len(self.quantiles or (0.5,))
-            # with mixing the forecasts of all target channels come from one row, else every row makes its channel's
-            self._series = len(self.target_channels or range(self.c_in)) if self.mixing else 1
-            return FlattenHead((slices + patches) * width, self._series * steps, drop)
-        rows = 1 if self.mixing else self.c_in
-        return PoolHead(rows * (slices + 1) * width, math.prod(self.target_shape), drop, rows=rows)
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state)
-        repair_tsai_if_loaded()

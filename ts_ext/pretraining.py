@@ -114,32 +114,38 @@ def _steps_of(patches: torch.Tensor, length: int, patch_len: int, stride: int) -
 
 
 def rebuild(
-    model: nn.Module, x: torch.Tensor, observed: torch.Tensor | None, generator: torch.Generator | None
+    trunk: nn.Module,
+    head: nn.Module,
+    x: torch.Tensor,
+    observed: torch.Tensor | None,
+    mask_ratio: float,
+    generator: torch.Generator | None = None,
 ) -> PretrainOutput:
     """Hide, encode what is left, rebuild: statistics and tokens know the visible values alone.
 
     Args:
-        model: a JumboPatchTST with head="pretrain".
+        trunk, head: a SeriesTrunk and its PatchHead.
         x, observed: values (B, C, L) and which of them are observed, None = all.
+        mask_ratio: share of patches to hide.
         generator: of the draw. Default: torch's global one in training, one that starts anew in eval mode.
     """
-    series, everything = model.series, torch.ones_like(x, dtype=torch.bool) if observed is None else observed
-    if generator is None and not model.training:
+    series, everything = trunk.series, torch.ones_like(x, dtype=torch.bool) if observed is None else observed
+    if generator is None and not trunk.training:
         generator = torch.Generator().manual_seed(0)
     hidden = hide_patches(
-        everything, series.patch_len, series.stride, model.mask_ratio, together=model.mixing, generator=generator
+        everything, series.patch_len, series.stride, mask_ratio, together=trunk.mixing, generator=generator
     )
-    if model.revin is None:
+    if trunk.revin is None:
         normal, standard, masked = x.masked_fill(~hidden.visible, 0), x, hidden.masked
     else:
-        normal, stats = model.revin.normalize(x, hidden.visible)
+        normal, stats = trunk.revin.normalize(x, hidden.visible)
         standard, masked = standardize(x, stats), hidden.masked & (stats.std > 0)  # else there is no unit to compare in
-    tokens, _ = model.embed(normal, observed)  # hidden patches are there, as zeros; missing ones are not
-    patches = model.head(tokens)
-    if model.mixing:
-        patches = patches.unflatten(-1, (model.c_in, -1)).transpose(1, 2)  # (B, N, C*P) -> (B, C, N, P)
+    tokens, _ = trunk.embed(normal, observed)  # hidden patches are there, as zeros; missing ones are not
+    patches = head(tokens.patches)
+    if trunk.mixing:
+        patches = patches.unflatten(-1, (trunk.c_in, -1)).transpose(1, 2)  # (B, N, C*P) -> (B, C, N, P)
     else:
-        patches = patches.unflatten(0, (-1, model.c_in))  # (B*C, N, P) -> (B, C, N, P)
+        patches = patches.unflatten(0, (-1, trunk.c_in))  # (B*C, N, P) -> (B, C, N, P)
     patches = patches.to(torch.promote_types(x.dtype, torch.float32))  # half precision has no digits for the loss
     return reconstruction_loss(patches, standard, everything, masked, series.stride)
 
@@ -165,7 +171,7 @@ def load_encoder(model: nn.Module, source: str | Path | Mapping | nn.Module, *, 
     state = _read_state(source)
     own = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(("series.", "revin."))}
     found = {name: tensor for name, tensor in state.items() if name.startswith(("series.", "revin."))}
-    ignored = sorted(name for name in state if name.startswith("head.") or name == "mix")
+    ignored = sorted(name for name in state if name.startswith("head."))
     clash = [name for name in own if name in found and own[name].shape != found[name].shape]
     if clash:
         name = clash[0]

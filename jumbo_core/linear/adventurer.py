@@ -214,7 +214,9 @@ class AdventurerEncoder(BlockStack):
     def reset_parameters(self) -> None:
         """Matrices and tokens from a truncated normal of 0.02, biases 0; convolution and decay as Mamba-2 has them."""
         for name, parameter in self.named_parameters():
-            if parameter.ndim > 1 and ".conv1d." not in name:
+            if ".conv1d." in name:
+                continue  # torch's default, of its bias too
+            if parameter.ndim > 1:
                 trunc_normal_(parameter, std=0.02)
             elif name.endswith(".bias"):
                 nn.init.zeros_(parameter)

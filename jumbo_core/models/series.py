@@ -127,8 +127,13 @@ class JumboSeries(nn.Module):
             self.encoder.zero_jumbo_output()
 
     def forward(
-        self, series: torch.Tensor, mask: torch.Tensor | None = None, keep: torch.Tensor | None = None
-    ) -> JumboOutput:
+        self,
+        series: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        keep: torch.Tensor | None = None,
+        *,
+        every_block: bool = False,
+    ) -> JumboOutput | list[JumboOutput]:
         """Encode series (B, L), or (B, C, L) with ``in_channels`` C above 1.
 
         Args:
@@ -137,9 +142,12 @@ class JumboSeries(nn.Module):
                 read as 0, and a patch without any real value is seen by nobody. Default: all real.
             keep: long index (B, K) of the patches to use, the others are dropped before the first block
                 (:func:`jumbo_core.jumbo.random_keep` makes one). Default: all.
+            every_block: return what the first block is given and every block's output, none of it normalised, and
+                last the normalised output.
 
         Returns:
             JumboOutput: jumbo (B, J, D), or the class token (B, 1, D) when ``multiplier=0``; patches (B, N or K, D).
+            With ``every_block`` a list of depth + 2 of them.
 
         Raises:
             ValueError: another shape than that, a mask of another shape or dtype, or, in training with
@@ -162,7 +170,12 @@ class JumboSeries(nn.Module):
             patch_mask = None if patch_mask is None else take_patches(patch_mask, keep)
         if self.norm == "BatchNorm" and self.training:
             _check_batch(patches, patch_mask)
-        return self.encoder(patches, patch_mask)
+        if not every_block:
+            return self.encoder(patches, patch_mask)
+        encoder = self.encoder
+        first, _ = encoder(patches, patch_mask, collect=(), stop=0)
+        last, blocks = encoder(patches, patch_mask, collect=range(encoder.depth))
+        return [encoder.split(tokens) for tokens in (first, *(blocks[i] for i in sorted(blocks)), encoder.norm(last))]
 
     def real_patches(self, mask: torch.Tensor, series: torch.Tensor) -> torch.Tensor:
         """Mask of the steps of ``series`` -> mask of the patches (B, N): those with a real value in any channel."""

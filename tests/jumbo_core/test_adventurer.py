@@ -152,6 +152,13 @@ def test_decay_parameters_are_not_decayed():
     assert id(model.blocks[0].mixer.in_proj.weight) in decayed
 
 
+def test_convolutions_start_as_mamba2_has_them():
+    block = AdventurerEncoder(16, 1, **SMALL).blocks[0]
+    weight, bias = block.mixer.conv1d.weight, block.mixer.conv1d.bias  # torch's default: uniform up to 1 / sqrt(kernel)
+    assert 0.4 < weight.abs().max() <= 0.5 and 0.4 < bias.abs().max() <= 0.5
+    assert not block.mlp.fc1_g.bias.any() and block.mixer.in_proj.weight.std() < 0.03
+
+
 def test_an_empty_batch():
     assert timm.create_model("test_adventurer", num_classes=5)(torch.zeros(0, 3, 32, 32)).shape == (0, 5)
 

@@ -111,7 +111,7 @@ def test_mixture_of_channels_learns_which_one():
         loss.backward()
         optimizer.step()
     assert loss < 0.5  # 25 * 2/3 for the plain mean of the three channels
-    weights = model.mix + (1 - model.mix.sum(1, keepdim=True)) / 3
+    weights = model.head.mix + (1 - model.head.mix.sum(1, keepdim=True)) / 3
     assert weights.argmax() == 1 and abs(weights.sum().item() - 1) < 1e-6
 
 

@@ -17,7 +17,13 @@ assert jumbo_core.models.JumboViT(32, 8, num_classes=3, embed_dim=16, depth=1, n
     torch.zeros(1, 3, 32, 32)
 ).shape == (1, 3)
 
-for adapter, extra in (("mmseg_ext", "jumbo-vit[mmseg"), ("hf_ext", "jumbo-vit[hf]"), ("ts_ext.tsai", "jumbo-vit[ts]")):
+for adapter, extra in (
+    ("mmseg_ext", "jumbo-vit[mmseg"),
+    ("hf_ext", "jumbo-vit[hf]"),
+    ("ts_ext.tsai", "jumbo-vit[ts]"),
+    ("ts_ext.transformers", "jumbo-vit[hf]"),
+    ("ts_ext.neuralforecast", "jumbo-vit[nixtla]"),
+):
     try:
         importlib.import_module(adapter)
     except ImportError as error:

@@ -31,8 +31,8 @@ import matplotlib.pyplot as plt
 def main(arguments: list[str] | None = None) -> dict:
     options = parse(arguments)
     x, y, count = read(options)
-    classes = sorted(set(y[:count]))
-    unknown = sorted(set(y[count:]) - set(classes))
+    classes = sorted(set(y[:count].tolist()))
+    unknown = sorted(set(y[count:].tolist()) - set(classes))
     if unknown or len(classes) < 2:
         raise SystemExit(f"classes {unknown or classes}: a training set needs two, and every one that the test set has")
     train, valid = split(y[:count], options.valid_share, options.seed)

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 HIDE_HOSTS = """
 import sys, runpy
 
-HOSTS = {"transformers", "mmengine", "mmseg", "mmcv", "tsai", "fastai", "fastcore", "accelerate"}
+HOSTS = {"transformers", "mmengine", "mmseg", "mmcv", "tsai", "fastai", "fastcore", "accelerate", "neuralforecast"}
 
 class WithoutHosts:
     def __init__(self, finder):

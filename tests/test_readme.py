@@ -43,7 +43,8 @@ def published(path: Path, size: str = "tiny", **options) -> Path:
 
 
 def test_there_is_a_block_for_every_host():
-    assert set(BLOCKS) == {"timm", "Transformers", "MMSegmentation", "tsai", "Students", "Fusion"}
+    hosts = {"timm", "Transformers", "MMSegmentation", "tsai", "neuralforecast"}
+    assert set(BLOCKS) == hosts | {"Students", "Fusion", "Frame", "Series"}
     for name, block in BLOCKS.items():
         assert len([line for line in block.splitlines() if line.strip()]) <= 15, name
 
@@ -121,6 +122,31 @@ def test_tsai_block(folder):
     pd.DataFrame(values, index=hours, columns=["a", "b"]).to_csv("series.csv")
     done = run(BLOCKS["tsai"])
     assert done["forecast"].shape == (len(done["splits"][2]), 2, 24)
+
+
+def test_frame_block(folder, capsys):
+    pytest.importorskip("tsai", reason="needs the extra ts")
+    hours = pd.date_range("2024-01-01", periods=600, freq="h", name="date")
+    values = np.sin(np.arange(600)[:, None] / np.array([12, 24]) * 2 * np.pi)
+    pd.DataFrame(values, index=hours, columns=["a", "b"]).to_csv("series.csv")
+    run(BLOCKS["Frame"])
+    assert "2024-01-26" in capsys.readouterr().out
+
+
+def test_series_block(folder):
+    assert run(BLOCKS["Series"])["forecast"].shape == (1, 96, 7)
+
+
+def test_neuralforecast_block(folder):
+    pytest.importorskip("neuralforecast", reason="needs the extra nixtla")
+    days = pd.date_range("2024-01-01", periods=200)
+    frame = pd.concat(
+        pd.DataFrame({"unique_id": name, "ds": days, "y": 5 + np.sin(np.arange(200) / k)})
+        for name, k in (("a", 2), ("b", 3))
+    )
+    frame.to_csv("long.csv", index=False)
+    done = run(BLOCKS["neuralforecast"])
+    assert len(done["folds"]) == 2 * 3 * 12 and done["folds"]["JumboPatchTST"].notna().all()
 
 
 def test_tables_are_what_the_result_files_say():

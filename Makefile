@@ -22,7 +22,8 @@ lint: $(INSTALLED)
 bench: $(INSTALLED)
 	$(PY) -m benchmarks.cifar --quick --data $(SHARED)/data/cifar10 --out out/bench/cifar.json
 	$(PY) -m benchmarks.camvid --quick --data $(SHARED)/data/camvid --out out/bench/camvid.json
-	$(PY) -m benchmarks.etth1 --quick --data $(SHARED)/data/series/ETTh1.csv --out out/bench/etth1.json
+	$(PY) -m benchmarks.forecasting --quick --data $(SHARED)/data/series --out out/bench/forecasting.json
+	$(PY) -m benchmarks.classification --quick --out out/bench/classification.json
 	$(PY) -m benchmarks.distill --quick --data $(SHARED)/data/cifar10 --out out/bench/distill.json
 	$(PY) -m benchmarks.distill_camvid --quick --data $(SHARED)/data/camvid --models out/distill --out out/bench/distill_camvid.json
 	$(PY) -m jumbo_core.measure scan --out out/bench/scan.json

@@ -87,10 +87,15 @@ class Comparison:
         images, labels: that accuracy is counted on.
         rest: multiply-adds outside the blocks.
         batch: images per call.
+        constant, options: plans with the same r in every block and what the search chooses among. Default: all of them,
+            which needs attention.
     """
 
-    def __init__(self, model, calibration, images, labels, *, rest: int, batch: int) -> None:
+    def __init__(
+        self, model, calibration, images, labels, *, rest: int, batch: int, constant=CONSTANT, options=OPTIONS
+    ) -> None:
         self.model, self.calibration, self.images, self.labels = model, calibration, images, labels
+        self.constant, self.options = constant, options
         self.rest, self.batch, self.depth = rest, batch, len(model.blocks)
         self.patches = model.patch_embed.num_patches
         self.unfused = FusionPlan.uniform(self.depth, 0, "prune")
@@ -128,7 +133,7 @@ class Comparison:
     def search(self, starts: list[FusionPlan], budget: int) -> dict:
         # Small batches: a plan that is worse than the best so far is dropped between two of them.
         batches = self.calibration.split(self.batch // 4)
-        found = search_plan(self.model, batches, starts, budget=budget - self.rest, options=OPTIONS)
+        found = search_plan(self.model, batches, starts, budget=budget - self.rest, options=self.options)
         return {
             "ops": found.plan.ops, "counts": found.plan.counts, "options": found.options, "loss": found.loss,
             "start_loss": found.start_loss, "tried": found.tried,
@@ -139,7 +144,7 @@ class Comparison:
         before = file.run(UNFUSED, lambda: self.score(self.unfused, {}))["right"]
         profile = None
         for r in tqdm(sorted(rs, reverse=True), desc="tokens per block"):  # what is hardest to do well comes first
-            for name, (make, options) in CONSTANT.items():
+            for name, (make, options) in self.constant.items():
                 plan = make(self.depth, r)
                 file.run(f"{name}|r={r}", partial(self.score, plan, options, before))
             from_profile, searched = (f"{name}|r={r}" for name in ADAPTIVE)

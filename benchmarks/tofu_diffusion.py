@@ -148,8 +148,8 @@ def table(file: ResultFile, settings: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("docs/results/tofu_diffusion.json"), help="result file")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="batch sizes (2 = one guided picture)")
-    parser.add_argument("--repeats", type=int, default=10, help="timed rounds")
+    parser.add_argument("--batches", type=int, nargs="+", default=[2], help="default 2, one guided picture")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of latents, prompts and destinations")
     parser.add_argument("--quick", action="store_true", help="about a minute: a small UNet")
     arguments = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import pickle
 import re
@@ -176,7 +177,9 @@ def _grid_of_config(config: dict) -> tuple[int, int] | None:
 
 
 def _download(url: str) -> Path:
-    path = Path(torch.hub.get_dir()) / "checkpoints" / url.partition("?")[0].rpartition("/")[2]
+    # The address is part of the name: files of one name on two servers are two files.
+    name = f"{hashlib.sha256(url.encode()).hexdigest()[:12]}-{url.partition('?')[0].rpartition('/')[2]}"
+    path = Path(torch.hub.get_dir()) / "checkpoints" / name
     if is_main_process() and not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -20,7 +20,7 @@ from jumbo_core.tofu import FusedModel, FusionHost, FusionPlan, apply_tofu, regi
 from jumbo_core.tofu.compute import linear_weights, matching_multiply_adds
 from jumbo_core.tofu.hosts import _HOSTS, host_of
 
-_OPTIONS = ("plan", "proportional", "importance", "norm", "order")
+_OPTIONS = ("plan", "proportional", "importance", "norm", "weights", "order")
 _PRESETS = {"paper": ("preset", "r"), "uniform": ("preset", "r", "op")}
 
 
@@ -32,8 +32,8 @@ def fuse(vit: nn.Module, tofu: Mapping[str, Any], depth: int) -> FusedModel:
 
     Args:
         vit: what :func:`jumbo_core.tofu.apply_tofu` takes; blocks that no map needs may be cut off already.
-        tofu: ``plan`` as :func:`plan_of` takes it, and ``proportional``, ``importance``, ``norm``, ``order`` as
-            :func:`jumbo_core.tofu.apply_tofu` does.
+        tofu: ``plan`` as :func:`plan_of` takes it, and ``proportional``, ``importance``, ``norm``, ``weights``,
+            ``order`` as :func:`jumbo_core.tofu.apply_tofu` does.
         depth: blocks of the whole model, which the plan is for.
 
     Raises:

@@ -231,6 +231,9 @@ def test_address_is_downloaded_once_into_the_cache(source, tmp_path, monkeypatch
 
     (tmp_path / "site").mkdir()
     torch.save(published(source), tmp_path / "site" / "jumbo.pth")
+    (tmp_path / "site" / "other").mkdir()
+    other = {**source, "pos_embed": source["pos_embed"] + 1}
+    torch.save(published(other), tmp_path / "site" / "other" / "jumbo.pth")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "cache"))
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "site"))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -239,10 +242,13 @@ def test_address_is_downloaded_once_into_the_cache(source, tmp_path, monkeypatch
         url = f"http://127.0.0.1:{server.server_port}"
         backbone = tiny()
         load_pretrained(backbone, f"{url}/jumbo.pth")
+        namesake = tiny()
+        load_pretrained(namesake, f"{url}/other/jumbo.pth")
         with pytest.raises(OSError, match="fetch it yourself"):
             load_pretrained(tiny(), f"{url}/absent.pth")
     finally:
         server.shutdown()
         server.server_close()
     assert torch.equal(backbone.vit.pos_embed, source["pos_embed"])
+    assert torch.equal(namesake.vit.pos_embed, other["pos_embed"])
     load_pretrained(tiny(), f"{url}/jumbo.pth")  # from the cache: nobody answers any more

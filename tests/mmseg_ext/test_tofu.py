@@ -29,7 +29,12 @@ from tests.mmseg_ext.helpers import trainable_without_gradient
 
 DEPTH = 3
 PLAN = dict(ops=["prune", "average", "mlerp"], counts=[3, 2, 4])
-OPTIONS = [{}, dict(proportional=True, norm="mean"), dict(proportional=True, importance="attention")]
+OPTIONS = [
+    {},
+    dict(proportional=True, norm="mean"),
+    dict(proportional=True, importance="attention"),
+    dict(weights="size"),
+]
 SIZES = dict(embed_dim=32, depth=DEPTH, num_heads=2, patch_size=8, mlp_ratio=4)
 MMSEG = dict(
     img_size=(32, 32), patch_size=8, embed_dims=32, num_layers=DEPTH, num_heads=2, patch_bias=True,

@@ -25,7 +25,7 @@ bench: $(INSTALLED)
 	$(PY) -m benchmarks.forecasting --quick --data $(SHARED)/data/series --out out/bench/forecasting.json
 	$(PY) -m benchmarks.classification --quick --out out/bench/classification.json
 	$(PY) -m benchmarks.distill --quick --data $(SHARED)/data/cifar10 --out out/bench/distill.json
-	$(PY) -m benchmarks.distill_camvid --quick --data $(SHARED)/data/camvid --models out/distill --out out/bench/distill_camvid.json
+	$(PY) -m benchmarks.distill_camvid --quick --data $(SHARED)/data/camvid --models out/bench/distill --out out/bench/distill_camvid.json
 	$(PY) -m jumbo_core.measure scan --out out/bench/scan.json
 
 # A real fresh environment with the wheel and no extras; slow, so not part of the tests (they check the same by blocking imports).
@@ -40,7 +40,7 @@ wheel-check: $(INSTALLED)
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q -c constraints.txt torch torchvision
-	$(PY) -m pip install -q -c constraints.txt -e '.[all,mmseg-lite,nixtla,dev]'
+	$(PY) -m pip install -q -c constraints.txt -e '.[all,mmseg-lite,dev]'
 	touch $@
 
 clean:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import mmseg_ext
+from benchmarks import outputs
 from jumbo_core.measure.report import ResultFile, markdown_table
 
 # isort: split
@@ -51,18 +52,19 @@ class CurveHook(Hook):
 def main(arguments: list[str] | None = None) -> ResultFile:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with img_dir and ann_dir")
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--quick", action="store_true", help="60 iterations instead of the config's 500")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
-    parser.add_argument("--work-dir", type=Path, help="checkpoints and logs; default out/camvid/NAME_OF_RESULT_FILE")
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--work-dir", type=Path, help="checkpoints and logs; default out/camvid, beside an --out of yours"
+    )
+    options = outputs.parse(parser, "camvid", arguments)
     torch.set_num_threads(options.threads)
     for folder in ("img_dir/train", "img_dir/val", "ann_dir/train", "ann_dir/val"):
         if not (options.data / folder).is_dir():
             parser.error(f"--data {options.data} has no folder {folder}")
 
     config = Config.fromfile(mmseg_ext.config_path(CONFIG))
-    config.work_dir = str(options.work_dir or Path("out/camvid") / options.out.stem)
+    config.work_dir = str(options.work_dir or outputs.work_dir(options.out))
     for loader in (config.train_dataloader, config.val_dataloader, config.test_dataloader):
         loader.dataset.data_root = str(options.data)
     if options.quick:

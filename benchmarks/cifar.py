@@ -25,6 +25,7 @@ from PIL import Image
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from benchmarks import outputs
 from jumbo_core.measure import ResultFile, count_parameters, markdown_table, mean_spread, multiply_adds
 
 HELD_OUT = 2000
@@ -200,10 +201,9 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder with train.parquet and test.parquet")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/cifar.json"), help="result file")
     parser.add_argument("--quick", action="store_true", help="a few minutes: fewer photos and epochs, one seed")
     parser.add_argument("--workers", type=int, default=2, help="runs at a time, each on its share of the cores")
-    arguments = parser.parse_args()
+    arguments = outputs.parse(parser, "cifar")
 
     settings = dict(
         widths=[32, 64], depth=4, epochs=6, batch=128, warmup=140, weight_decay=0.05, lrs=[1e-3, 3e-3, 6e-3],

@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
+from benchmarks import outputs
 from benchmarks.pool import run_jobs
 from benchmarks.series_classifiers import ABLATION, FFN_RATE_SCALE, JUMBO, MODELS, ROCKET, SIZE, evaluate, rocket, tune
 from benchmarks.series_sets import FEWEST, MOST, PATCH, SETS, SeriesSet, Unavailable, load_set, patching
@@ -230,12 +231,13 @@ def ablate(file: ResultFile, main: dict, sets: dict, skipped: dict, plan: dict, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/classification.json"), help="result (resumed)")
     parser.add_argument("--quick", action="store_true", help="a few minutes: two rates, fewer steps, one seed")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, each on one thread. Default 1")
     parser.add_argument("--offline", action="store_true", help="do not try to fetch sets that no package ships")
     parser.add_argument("--ablation", type=Path, metavar="RESULT", help="variants of Jumbo, by the choices of RESULT")
-    arguments = parser.parse_args()
+    arguments = outputs.parse(parser, "classification")
+    if arguments.ablation is not None and arguments.out.name == "classification.json":
+        arguments.out = arguments.out.with_name("classification_ablation.json")
     plan, download = QUICK if arguments.quick else FULL, not arguments.offline
     sets, skipped = find_sets(download)
     for name, reason in skipped.items():

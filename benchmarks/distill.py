@@ -26,6 +26,7 @@ from statistics import fmean
 import torch
 from tqdm import tqdm
 
+from benchmarks import outputs
 from benchmarks.cifar import HELD_OUT, Photos, load
 from jumbo_core.measure import ResultFile, count_parameters, markdown_table, mean_spread
 
@@ -210,11 +211,12 @@ def table(rows: list[dict], settings: dict) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="folder with train.parquet and test.parquet")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/distill.json"), help="result file")
-    parser.add_argument("--models", type=Path, help="folder for the models; default out/NAME_OF_RESULT_FILE")
+    parser.add_argument(
+        "--models", type=Path, help="folder for the models; default out/distill, beside an --out of yours"
+    )
     parser.add_argument("--quick", action="store_true", help="a few minutes: fewer photos and epochs, one seed")
     parser.add_argument("--workers", type=int, default=2, help="students at a time, each on its share of the cores")
-    options = parser.parse_args(arguments)
+    options = outputs.parse(parser, "distill", arguments)
 
     settings = dict(
         train_photos=20000, held_out=HELD_OUT, student_photos=1000, test_photos=5000, seeds=[0, 1, 2],
@@ -226,7 +228,7 @@ def main(arguments: list[str] | None = None) -> None:
             train_photos=4000, held_out=1000, student_photos=1000, test_photos=1000, seeds=[0], teacher_epochs=3,
             distill_epochs=1, finetune_epochs=1,
         )  # fmt: skip
-    models = options.models or Path("out") / options.out.stem
+    models = options.models or outputs.work_dir(options.out)
     file = ResultFile(options.out, settings)
     teacher = file.run("teacher", lambda: train_teacher(settings, options.data, models))
     print(f"teacher: {teacher['test']:.2f} % of the test photos", flush=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import mmseg_ext
+from benchmarks import outputs
 from benchmarks.camvid import CONFIG
 from jumbo_core.measure.report import ResultFile, markdown_table, mean_spread
 
@@ -89,10 +90,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with img_dir and ann_dir")
     parser.add_argument("--models", type=Path, required=True, help="folder that benchmarks.distill left")
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--quick", action="store_true", help="20 iterations, one seed")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
-    options = parser.parse_args(arguments)
+    options = outputs.parse(parser, "distill_camvid", arguments)
     torch.set_num_threads(options.threads)
     for folder in ("img_dir/train", "img_dir/val", "ann_dir/train", "ann_dir/val"):
         if not (options.data / folder).is_dir():
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     file = ResultFile(options.out, settings)
     for seed in settings["seeds"]:
         for name, (backbone, folder) in CONTENDERS.items():
-            work_dir = Path("out") / options.out.stem / f"{list(CONTENDERS).index(name)}-{seed}"
+            work_dir = outputs.work_dir(options.out) / f"{list(CONTENDERS).index(name)}-{seed}"
             place = None if folder is None else options.models / folder
             config = config_of(backbone, place, settings, options.data, work_dir, seed)
             result = file.run(f"{name}|seed={seed}", lambda c=config: train(c))

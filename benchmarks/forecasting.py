@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
+from benchmarks import outputs
 from benchmarks.pool import run_jobs
 from benchmarks.series_models import JUMBO, MODELS, SIZE, SMOOTHING, build
 from jumbo_core.measure.report import ResultFile, markdown_table, mean_spread
@@ -283,10 +284,9 @@ def tables(rows: list[dict], file: ResultFile, plan: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with ETTh1.csv and exchange_rate.csv")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/forecasting.json"), help="result file (resumed)")
     parser.add_argument("--quick", action="store_true", help="a few minutes: two horizons, one rate and seed")
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, each on one thread. Default 1")
-    arguments = parser.parse_args()
+    arguments = outputs.parse(parser, "forecasting")
     plan = QUICK if arguments.quick else FULL
     file = ResultFile(arguments.out, settings(plan, arguments.data))
 

@@ -14,11 +14,11 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 
+from benchmarks import outputs
 from jumbo_core.measure import count_parameters, environment, markdown_table
 from jumbo_core.measure.report import command_line
 from jumbo_core.measure.turns import spread, take_turns
@@ -107,10 +107,9 @@ def table(result: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/series_speed.json"), help="result file")
     parser.add_argument("--quick", action="store_true", help="seconds: the small size, few rounds")
     parser.add_argument("--threads", type=int, default=2, help="default 2")
-    options = parser.parse_args()
+    options = outputs.parse(parser, "series_speed")
     some = dict(sizes={"small": SIZES["small"]}, repeats=3) if options.quick else {}
     result = measure(threads=options.threads, **some)
     result["table"] = table(result)

@@ -19,6 +19,7 @@ import timm
 import torch
 
 import jumbo_core  # noqa: F401 (registers the models)
+from benchmarks import outputs
 from benchmarks.cifar import HELD_OUT, load, split
 from benchmarks.tofu_mnist import CONSTANT, Comparison, table
 from jumbo_core.measure import ResultFile, markdown_table, multiply_adds
@@ -90,10 +91,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
     parser.add_argument("--models", type=Path, default=Path("out/distill"), help="where benchmarks.distill left them")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/tofu_adventurer.json"), help="result file")
     parser.add_argument("--quick", action="store_true", help="a minute: fewer photos and sizes")
     parser.add_argument("--threads", type=int, help="default: what torch chooses")
-    options = parser.parse_args(arguments)
+    options = outputs.parse(parser, "tofu_adventurer", arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     settings = dict(test=5000, calibration=500, rs=[4, 8, 12], sizes=[224, 448, 896], repeats=9)

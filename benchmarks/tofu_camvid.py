@@ -24,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mmseg_ext
+from benchmarks import outputs
 from benchmarks.camvid import CONFIG
 from jumbo_core.measure.report import ResultFile, markdown_table
 from jumbo_core.measure.turns import spread, take_turns
@@ -182,13 +183,10 @@ def table(runs: dict[str, dict]) -> str:
 def main(arguments: list[str] | None = None) -> ResultFile:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with img_dir and ann_dir")
-    parser.add_argument("--out", type=Path, required=True, help="result file (JSON)")
     parser.add_argument("--quick", action="store_true", help="a few iterations and photos")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: all cores")
-    parser.add_argument(
-        "--work-dir", type=Path, help="checkpoints and logs; default out/tofu_camvid/NAME_OF_RESULT_FILE"
-    )
-    options = parser.parse_args(arguments)
+    parser.add_argument("--work-dir", type=Path, help="checkpoints and logs; default out/NAME_OF_RESULT_FILE")
+    options = outputs.parse(parser, "tofu_camvid", arguments)
     torch.set_num_threads(options.threads)
     for folder in ("img_dir/train", "img_dir/val", "ann_dir/train", "ann_dir/val"):
         if not (options.data / folder).is_dir():
@@ -200,7 +198,7 @@ def main(arguments: list[str] | None = None) -> ResultFile:
     )  # fmt: skip
     if options.quick:
         settings |= dict(width=64, heads=2, depth=4, iterations=12, val_photos=4, calibration_photos=8, repeats=3)
-    work_dir = options.work_dir or Path("out/tofu_camvid") / options.out.stem
+    work_dir = options.work_dir or outputs.work_dir(options.out)
     started = options.out.exists()
     file = ResultFile(options.out, settings)
     if "training" not in file.runs and not started and work_dir.exists():

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import outputs
 from benchmarks.cifar import HELD_OUT, load, split, train
 from benchmarks.tofu_mnist import Comparison, table
 from jumbo_core.measure import ResultFile, multiply_adds
@@ -51,10 +52,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with train.parquet and test.parquet")
     parser.add_argument("--models", type=Path, default=Path("out/tofu_cifar"), help="folder for the trained model")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/tofu_cifar.json"), help="result file")
     parser.add_argument("--quick", action="store_true", help="a minute: fewer photos and epochs, r = 12 only")
     parser.add_argument("--threads", type=int, help="default: what torch chooses")
-    options = parser.parse_args(arguments)
+    options = outputs.parse(parser, "tofu_cifar", arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     training = dict(

@@ -16,7 +16,6 @@ import argparse
 import copy
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 
 import tomesd
 import torch
@@ -24,6 +23,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from benchmarks import outputs
 from hf_ext.diffusers import apply_tofu_to_unet
 from jumbo_core.measure import ResultFile, markdown_table, mean_spread
 from jumbo_core.measure.turns import spread, take_turns
@@ -147,12 +147,11 @@ def table(file: ResultFile, settings: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/results/tofu_diffusion.json"), help="result file")
     parser.add_argument("--batches", type=int, nargs="+", default=[2], help="default 2, one guided picture")
     parser.add_argument("--repeats", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="of latents, prompts and destinations")
     parser.add_argument("--quick", action="store_true", help="about a minute: a small UNet")
-    arguments = parser.parse_args()
+    arguments = outputs.parse(parser, "tofu_diffusion")
 
     settings = dict(
         unet=SMALL if arguments.quick else SD15, ratio=0.5, batches=arguments.batches, repeats=arguments.repeats,

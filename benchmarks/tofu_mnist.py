@@ -25,6 +25,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 from tqdm import tqdm
 
+from benchmarks import outputs
 from jumbo_core.measure import ResultFile, environment, markdown_table
 from jumbo_core.measure.tofu import fused
 from jumbo_core.measure.turns import median_ms
@@ -192,10 +193,9 @@ def table(content: dict) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with model.safetensors and the t10k files")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/tofu_mnist.json"), help="result file")
     parser.add_argument("--quick", action="store_true", help="a minute: fewer images, r = 7 only")
     parser.add_argument("--threads", type=int, help="default: what torch chooses")
-    options = parser.parse_args(arguments)
+    options = outputs.parse(parser, "tofu_mnist", arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
     settings = dict(calibration=500, test=9500, rs=[2, 4, 6, 7], seed=0, repeats=15)

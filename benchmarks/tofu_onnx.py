@@ -17,6 +17,7 @@ from pathlib import Path
 import timm
 import torch
 
+from benchmarks import outputs
 from benchmarks.tofu_mnist import load, load_model
 from jumbo_core.measure import ResultFile, markdown_table
 from jumbo_core.measure.turns import spread, take_turns
@@ -108,10 +109,9 @@ def table(mnist: dict, vit: dict, model: str) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with model.safetensors and the t10k files")
-    parser.add_argument("--out", type=Path, default=Path("docs/results/tofu_onnx.json"), help="result file")
     parser.add_argument("--quick", action="store_true", help="a minute: fewer images, a ViT-Ti")
     parser.add_argument("--threads", type=int, default=2, help="default 2")
-    options = parser.parse_args(arguments)
+    options = outputs.parse(parser, "tofu_onnx", arguments)
     torch.set_num_threads(options.threads)
     settings = dict(test=9500, model="vit_base_patch16_224", repeats=15)
     if options.quick:

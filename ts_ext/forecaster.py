@@ -122,6 +122,7 @@ def jumbo_forecaster(
         learner=learner,
         data=data,
         borders=borders,
+        ignored=[c for c in default_targets(frame, time) if c not in columns],
     )
 
 
@@ -129,10 +130,12 @@ def _fit(x, y, parts, options, loss, batch_size, epochs, lr, seed, device, progr
     """Train with tsai."""
     from ts_ext.tsai import jumbo_lr, jumbo_splitter  # with the message of a missing tsai
 
+    from tsai.data.core import TSForecasting  # isort: skip
     from tsai.tslearner import TSForecaster  # isort: skip
 
     learner = TSForecaster(
-        x, y, splits=parts, arch=JumboPatchTST, arch_config=options, splitter=jumbo_splitter, loss_func=loss,
+        x, y, splits=parts, tfms=[None, TSForecasting()],  # show_results decodes targets of several steps with it
+        arch=JumboPatchTST, arch_config=options, splitter=jumbo_splitter, loss_func=loss,
         bs=[batch_size, 256], seed=seed, device=device, drop_last=len(parts[0]) > batch_size,
     )  # fmt: skip
     if progress:

@@ -22,7 +22,8 @@ class Forecaster:
     Attributes:
         model: the :class:`JumboPatchTST`, in eval mode; arguments: those of its constructor.
         learner: tsai's learner that trained it, None after :meth:`load`.
-        columns: input columns, targets first; targets, horizon, look_back, quantiles, time, freq: as given or inferred.
+        columns: input columns, targets first; ignored: the others of the frame trained on.
+        targets, horizon, look_back, quantiles, time, freq: as given or inferred.
         mean, std: what each column is scaled by, from the training rows alone (std 1 for a constant one).
         split: {"train_end", "valid_end", "end"}, the last timestamp of each part that has rows.
     """
@@ -41,11 +42,12 @@ class Forecaster:
         learner: Any = None,
         data: TimeFrame | None = None,
         borders: Sequence[int] = (),
+        ignored: Sequence[str] = (),
     ) -> None:
         self.model, self.arguments, self.learner = model.eval(), arguments, learner
         self.targets, self.columns, self.time = targets, columns, time
         self.mean, self.std, self.freq = mean, std, freq
-        self.data, self.borders = data, tuple(borders)
+        self.data, self.borders, self.ignored = data, tuple(borders), list(ignored)
         self.quantiles, self.missing = model.quantiles, model.missing
         self.look_back, self.horizon = model.seq_len, model.target_shape[-1]
         ends = zip(("train_end", "valid_end", "end"), pairwise(self.borders), strict=bool(self.borders))
@@ -54,7 +56,7 @@ class Forecaster:
     def predict(self, frame: pd.DataFrame | None = None) -> pd.DataFrame:
         """The next ``horizon`` rows after a frame's last one (default: the frame trained on), in its own units.
 
-        Only the last ``look_back`` rows are read.
+        Only the last ``look_back`` rows are read; of the others the times alone are looked at.
 
         Returns:
             DataFrame indexed by time with the target columns; with quantiles the columns have two levels, (target,
@@ -107,15 +109,38 @@ class Forecaster:
         return pd.concat(blocks, ignore_index=True)
 
     def metrics(self) -> dict[str, float]:
-        """MAE and MSE over every test window in original units (of the median when there are quantiles)."""
-        table = self.backtest(step=1)
-        guess = table["forecast"] if self.quantiles is None else table[min(self.quantiles, key=lambda q: abs(q - 0.5))]
-        error = guess - table["truth"]
-        return {"mae": float(error.abs().mean()), "mse": float(error.pow(2).mean())}
+        """Errors over every test window in original units.
+
+        Returns:
+            "mae" and "mse", of the median when there are quantiles and 0.5 is one; with quantiles also "pinball", the
+            mean over them, and with several "coverage", the share of the truth between the lowest and the highest.
+        """
+        table, found = self.backtest(step=1), {}
+        point = "forecast" if self.quantiles is None else 0.5
+        if point in table.columns:
+            error = table[point] - table["truth"]
+            found |= {"mae": float(error.abs().mean()), "mse": float(error.pow(2).mean())}
+        if self.quantiles is not None:
+            errors = {q: table["truth"] - table[q] for q in self.quantiles}
+            losses = [np.maximum(q * error, (q - 1) * error).mean() for q, error in errors.items()]
+            found["pinball"] = float(np.mean(losses))
+        if self.quantiles is not None and len(self.quantiles) > 1:
+            there = table["truth"].notna()  # with missing="mask" a truth may be missing
+            inside = table["truth"].between(table[self.quantiles[0]], table[self.quantiles[-1]])
+            found["coverage"] = float(inside[there].mean())
+        return found
 
     def save(self, path: str | Path) -> None:
-        """Weights, scaling and names in one file, without the frame and tsai's learner (``learner.export``)."""
-        content = {name: getattr(self, name) for name in ("arguments", "targets", "columns", "time", "freq")}
+        """Weights, scaling and names in one file, without the frame and tsai's learner (``learner.export``).
+
+        Raises:
+            ValueError: names of columns that a file of weights cannot hold: anything but text and numbers.
+        """
+        names = [*self.columns, *self.ignored, *([] if self.time is None else [self.time])]
+        other = [name for name in names if not isinstance(name, str | int | float)]
+        if other:
+            raise ValueError(f"columns named {other[:3]} cannot be saved: rename them to text before training")
+        content = {n: getattr(self, n) for n in ("arguments", "targets", "columns", "ignored", "time", "freq")}
         arrays = {name: torch.from_numpy(getattr(self, name)) for name in ("mean", "std")}
         torch.save({**content, **arrays, "model": self.model.state_dict()}, path)
 
@@ -135,12 +160,14 @@ class Forecaster:
 
     def _read(self, frame: pd.DataFrame) -> TimeFrame:
         found = default_targets(frame, self.time)
-        if set(found) != set(self.columns):
+        missing = [c for c in self.columns if c not in found]
+        unknown = [c for c in found if c not in self.columns and c not in self.ignored]
+        if missing or unknown:
             raise ValueError(
-                f"trained on {len(self.columns)} columns {self.columns}, got {len(found)}: missing "
-                f"{[c for c in self.columns if c not in found]}, unknown {[c for c in found if c not in self.columns]}"
+                f"trained on {len(self.columns)} columns {self.columns}, got {len(found)}: missing {missing}, unknown "
+                f"{unknown}"
             )
-        return read_frame(frame, self.columns, self.time, self.missing, self.freq)
+        return read_frame(frame, self.columns, self.time, self.missing, self.freq, last=self.look_back)
 
     @torch.no_grad()
     def _run(self, windows: np.ndarray, batch_size: int = 256) -> np.ndarray:

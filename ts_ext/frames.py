@@ -19,7 +19,13 @@ class TimeFrame(NamedTuple):
 
 
 def read_frame(
-    frame: pd.DataFrame, columns: Sequence[str], time: str | None, missing: str, freq: Any = None
+    frame: pd.DataFrame,
+    columns: Sequence[str],
+    time: str | None,
+    missing: str,
+    freq: Any = None,
+    *,
+    last: int | None = None,
 ) -> TimeFrame:
     """Check a frame and take the columns out of it.
 
@@ -29,6 +35,7 @@ def read_frame(
         time: the column of times; None = the index, a DatetimeIndex.
         missing: "error", or "mask" when NaN is allowed.
         freq: the step between rows. Default: the index's own, else what pandas infers from the times.
+        last: take this many of the last rows; the values of others are not looked at. Default: all.
 
     Raises:
         TypeError: no DataFrame.
@@ -50,12 +57,19 @@ def read_frame(
     if not len(frame):
         raise ValueError("the frame has no row")
     times = _read_times(frame.index if time is None else frame[time], time)
-    words = [c for c in columns if not pd.api.types.is_numeric_dtype(frame[c]) or pd.api.types.is_bool_dtype(frame[c])]
+    types = pd.api.types
+    words = [
+        c
+        for c in columns
+        if not types.is_numeric_dtype(frame[c]) or types.is_bool_dtype(frame[c]) or types.is_complex_dtype(frame[c])
+    ]
     if words:
-        raise ValueError(f"columns {words} are not numeric: convert them or leave them out")
-    values = frame[list(columns)].to_numpy(np.float64, na_value=np.nan)
-    _check_values(values, columns, times, missing)
-    return TimeFrame(times, values, _read_freq(frame, times, time, freq))
+        raise ValueError(f"columns {words} are not numeric (real numbers): convert them or leave them out")
+    freq = _read_freq(frame, times, time, freq)
+    rows = slice(None) if last is None else slice(-last, None)
+    values = frame[list(columns)].iloc[rows].to_numpy(np.float64, na_value=np.nan)
+    _check_values(values, columns, times[rows], missing)
+    return TimeFrame(times[rows], values, freq)
 
 
 def default_targets(frame: pd.DataFrame, time: str | None) -> list[str]:

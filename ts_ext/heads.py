@@ -76,8 +76,10 @@ class ForecastHead(SeriesHead):
         if revin is not None:  # (B, C, H), or (B, C, H*Q)
             y = revin.inverse(y, stats, known)
         if self.mix is not None:
-            weights = self.mix + (1 - self.mix.sum(dim=1, keepdim=True)) / self.c_in  # every row sums to one
-            y = weights.to(y.dtype) @ y
+            mix = self.mix.to(y.dtype)
+            weights = mix + (1 - mix.sum(dim=1, keepdim=True)) / self.c_in  # every row sums to one
+            first = y[:, :1]  # mixed as departures from one channel: an offset of all of them then costs no digits
+            y = first + weights @ (y - first)
         elif known is None and self.channels != list(range(self.c_in)):
             y = y[:, self.channels]
         if not self.quantiles:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +22,7 @@ from ts_ext.configuration_jumbo_patchtst import JumboPatchTSTConfig
 from ts_ext.heads import ForecastHead
 from ts_ext.scaling import RevIN
 from ts_ext.trunk import Encoded, SeriesTrunk
-from ts_ext.values import refuse_exogenous
+from ts_ext.values import refuse_exogenous, tensor_of
 
 
 class JumboPatchTSTPreTrainedModel(PreTrainedModel):
@@ -133,10 +135,10 @@ class JumboPatchTSTModel(JumboPatchTSTPreTrainedModel):
         patches = to_patches(normal if mask is None else normal.masked_fill(~mask, 0), *self.patching)
         return PatchTSTModelOutput(
             last_hidden_state=self.join(encoded.tokens),
-            hidden_states=self.hidden_states(encoded),
+            hidden_states=self.hidden_states(encoded.blocks),
             loc=loc,
             scale=scale,
-            patch_input=patches.to(past_values.dtype),
+            patch_input=patches.to(x.dtype),
         )
 
     @property
@@ -146,6 +148,7 @@ class JumboPatchTSTModel(JumboPatchTSTPreTrainedModel):
 
     def arrange(self, values: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(B, L, C), the host's order -> (B, C, L), ours, and a bool mask."""
+        values, mask = tensor_of(values), tensor_of(mask)
         shape = (self.config.context_length, self.config.num_input_channels)
         if values.ndim != 3 or values.shape[1:] != shape:
             raise ValueError(
@@ -168,21 +171,26 @@ class JumboPatchTSTModel(JumboPatchTSTPreTrainedModel):
         **kwargs,
     ) -> Encoded:
         """What a head is given; arguments and errors as in ``forward``."""
-        refuse_exogenous([name for name in kwargs if name not in ("return_dict", "num_items_in_batch")])
-        if self.config.output_attentions if output_attentions is None else output_attentions:
+        every = self.wants_every_block(output_hidden_states, output_attentions, kwargs)
+        return self.trunk.encode(*self.arrange(past_values, past_observed_mask), every_block=every)
+
+    def wants_every_block(self, hidden_states: bool | None, attentions: bool | None, others: Mapping) -> bool:
+        """Check a call's options; whether it, or the configuration, asks for hidden states."""
+        known = ("past_values", "past_observed_mask", "output_hidden_states", "future_values", "target_values")
+        refuse_exogenous([name for name in others if name not in ("return_dict", "num_items_in_batch")], known)
+        if self.config.output_attentions if attentions is None else attentions:
             raise ValueError(
                 "output_attentions: attention is fused here, and a linear encoder has none; ask for hidden states"
             )
-        every = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        return self.trunk.encode(*self.arrange(past_values, past_observed_mask), every_block=bool(every))
+        return bool(self.config.output_hidden_states if hidden_states is None else hidden_states)
 
     def join(self, tokens: JumboOutput) -> torch.Tensor:
         """J slices and patches of all rows -> (B, C, J + N, D), or (B, 1, J + N, D) with channel mixing."""
         return torch.cat([tokens.jumbo, tokens.patches], dim=1).unflatten(0, (-1, self.trunk.rows))
 
-    def hidden_states(self, encoded: Encoded) -> tuple[torch.Tensor, ...] | None:
+    def hidden_states(self, blocks: Sequence[JumboOutput]) -> tuple[torch.Tensor, ...] | None:
         """As the host has them; None where they were not asked for."""
-        return tuple(map(self.join, encoded.blocks)) or None
+        return tuple(map(self.join, blocks)) or None
 
     def location(self, encoded: Encoded) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """RevIN's statistics as the host has them: loc and scale (B, 1, C)."""

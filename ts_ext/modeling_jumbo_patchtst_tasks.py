@@ -21,7 +21,7 @@ from ts_ext.losses import ObservedMSELoss, PinballLoss
 from ts_ext.modeling_jumbo_patchtst import JumboPatchTSTModel, JumboPatchTSTPreTrainedModel
 from ts_ext.pretraining import check_masking, rebuild
 from ts_ext.targets import check_targets
-from ts_ext.values import refuse_exogenous
+from ts_ext.values import tensor_of
 
 
 class JumboPatchTSTForPrediction(JumboPatchTSTPreTrainedModel):
@@ -61,6 +61,7 @@ class JumboPatchTSTForPrediction(JumboPatchTSTPreTrainedModel):
         Returns:
             PatchTSTForPredictionOutput: loss, prediction_outputs, hidden_states, loc and scale.
         """
+        past_values = tensor_of(past_values)
         encoded = self.model.encode(
             past_values,
             past_observed_mask,
@@ -73,7 +74,7 @@ class JumboPatchTSTForPrediction(JumboPatchTSTPreTrainedModel):
         return PatchTSTForPredictionOutput(
             loss=None if future_values is None else self._loss(forecast, future_values, future_observed_mask),
             prediction_outputs=forecast,
-            hidden_states=self.model.hidden_states(encoded),
+            hidden_states=self.model.hidden_states(encoded.blocks),
             loc=loc,
             scale=scale,
         )
@@ -87,7 +88,13 @@ class JumboPatchTSTForPrediction(JumboPatchTSTPreTrainedModel):
                     f"{tuple(given.shape)}"
                 )
         if mask is not None:
-            target = target.masked_fill(~mask.bool(), torch.nan)
+            mask = mask.bool()
+            if not torch.compiler.is_compiling() and target[mask].isnan().any():
+                raise ValueError(
+                    f"{int(target[mask].isnan().sum())} of {int(mask.sum())} future_values are NaN and marked as "
+                    f"observed: mark them as missing in future_observed_mask, or fill them"
+                )
+            target = target.masked_fill(~mask, torch.nan)
         missing = "error" if mask is None else "mask"
         if self.config.quantiles is None:
             return ObservedMSELoss(missing=missing)(forecast, target)
@@ -128,13 +135,20 @@ class JumboPatchTSTForClassification(JumboPatchTSTPreTrainedModel):
         return PatchTSTForClassificationOutput(
             loss=None if target_values is None else self._loss(logits, target_values),
             prediction_logits=logits,
-            hidden_states=self.model.hidden_states(encoded),
+            hidden_states=self.model.hidden_states(encoded.blocks),
         )
 
     def _loss(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         classes = logits.shape[1]
         if target.shape != logits.shape[:1]:
             raise ValueError(f"target_values must be ({logits.shape[0]},) class indices, got {tuple(target.shape)}")
+        if not torch.compiler.is_compiling():
+            wrong = (target < 0) | (target >= max(classes, 2)) | (target != target.long())
+            if wrong.any():
+                raise ValueError(
+                    f"target_values must be whole numbers 0 to {max(classes, 2) - 1} with num_targets {classes}, got "
+                    f"{target[wrong][:5].tolist()}"
+                )
         if classes == 1:
             return nn.functional.binary_cross_entropy_with_logits(logits[:, 0], target.to(logits.dtype))
         return nn.functional.cross_entropy(logits, target.long())
@@ -158,19 +172,26 @@ class JumboPatchTSTForPretraining(JumboPatchTSTPreTrainedModel):
         self,
         past_values: torch.Tensor,
         past_observed_mask: torch.Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
         generator: torch.Generator | None = None,
         **kwargs,
     ) -> PatchTSTForPretrainingOutput:
         """Hide, rebuild, compare: loss, the squared error over hidden observed steps, and prediction_output.
 
         Args:
-            past_values, past_observed_mask: see :class:`JumboPatchTSTModel`.
+            past_values, past_observed_mask, output_hidden_states, output_attentions: see :class:`JumboPatchTSTModel`.
             generator: of the draw. Default: torch's global one in training, in eval one that starts anew each time.
 
         Returns:
             PatchTSTForPretrainingOutput: prediction_output (B, C, N, P), in units of the visible values' deviation.
         """
-        refuse_exogenous([name for name in kwargs if name not in ("return_dict", "num_items_in_batch")])
+        every = self.model.wants_every_block(output_hidden_states, output_attentions, kwargs)
         x, mask = self.model.trunk.read(*self.model.arrange(past_values, past_observed_mask))
-        out = rebuild(self.model.trunk, self.reconstruction_head, x, mask, self.config.random_mask_ratio, generator)
-        return PatchTSTForPretrainingOutput(loss=out.loss, prediction_output=out.reconstruction)
+        out = rebuild(
+            self.model.trunk, self.reconstruction_head, x, mask, self.config.random_mask_ratio, generator,
+            every_block=every,
+        )  # fmt: skip
+        return PatchTSTForPretrainingOutput(
+            loss=out.loss, prediction_output=out.reconstruction, hidden_states=self.model.hidden_states(out.blocks)
+        )

@@ -25,6 +25,7 @@ import torch
 import ts_ext
 from jumbo_core import checks
 from jumbo_core.jumbo import param_groups
+from ts_ext.values import refuse_exogenous
 
 try:
     from neuralforecast.common._base_model import BaseModel
@@ -89,8 +90,8 @@ class JumboPatchTST(BaseModel):
         norm, d_state, head_dim, drop_path, jumbo_mlp_ratio, share_jumbo_ffn, layer_scale, init: see
             :class:`ts_ext.JumboPatchTST`.
         loss: default MAE().
-        stat_exog_list, hist_exog_list, futr_exog_list, exclude_insample_y: refused by neuralforecast, since this model
-            declares that it reads no exogenous variable.
+        stat_exog_list, hist_exog_list, futr_exog_list, exclude_insample_y: refused, since this model reads no exogenous
+            variable.
         valid_loss, max_steps, learning_rate, …, dataloader_kwargs, **trainer_kwargs: training, data loading and
             Lightning's Trainer, as for any model of neuralforecast, with PatchTST's defaults.
 
@@ -171,6 +172,8 @@ class JumboPatchTST(BaseModel):
         **trainer_kwargs: Any,
     ) -> None:
         _check_names(trainer_kwargs)
+        lists = dict(stat_exog_list=stat_exog_list, hist_exog_list=hist_exog_list, futr_exog_list=futr_exog_list)
+        refuse_exogenous([name for name, given in lists.items() if given])
         h, input_size = checks.integer("h", h), checks.integer("input_size", input_size)
         patch_len = checks.integer("patch_len", patch_len)
         if input_size < patch_len:

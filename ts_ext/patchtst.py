@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from ts_ext.options import HEADS, check_choice, only_forecasts
 from ts_ext.pretraining import PretrainOutput, check_masking, rebuild
 from ts_ext.targets import choose_channels, class_shape, target_shape, value_shape
 from ts_ext.trunk import SeriesTrunk
-from ts_ext.values import refuse_exogenous
+from ts_ext.values import refuse_exogenous, tensor_of
 
 
 class JumboPatchTST(SeriesTrunk):
@@ -134,7 +135,7 @@ class JumboPatchTST(SeriesTrunk):
         custom_head: Any = None,
         **exogenous: Any,
     ) -> None:
-        refuse_exogenous(list(exogenous))
+        refuse_exogenous(list(exogenous), inspect.signature(JumboPatchTST).parameters)
         check_choice("head", head, HEADS)
         only_forecasts(head, quantiles=quantiles, target_channels=target_channels)
         if seq_len is None:
@@ -198,7 +199,7 @@ class JumboPatchTST(SeriesTrunk):
         """(B, C, L) -> (B, C_out, H), or (B, H), or (B,): see ``pred_dim``; with ``quantiles`` one dimension more.
 
         Args:
-            x: values, of any floating dtype.
+            x: values, of any floating dtype; numpy arrays are taken as well, and the output is a tensor.
             observed_mask: bool (B, C, L), True = observed; the other values may be anything. Default: all observed,
                 but NaN with ``missing="mask"``.
             generator: of the patches that head="pretrain" hides. Default: torch's global one in training; in eval mode
@@ -215,6 +216,7 @@ class JumboPatchTST(SeriesTrunk):
             return rebuild(self, self.head, *self.read(x, observed_mask), self.mask_ratio, generator)
         if generator is not None:
             raise ValueError(f"generator is for head='pretrain'; this model has head={self.task!r}")
+        x = tensor_of(x)
         encoded = self.encode(x, observed_mask)
         y = self.head(encoded, self.revin) if self.task == "forecast" else self.head(encoded)
         return y.to(x.dtype)

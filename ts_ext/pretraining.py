@@ -12,22 +12,28 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core.distill.masked import check_mask_ratio
+from jumbo_core.jumbo import JumboOutput
 from jumbo_core.models.released import LoadReport
 from jumbo_core.models.series import num_patches, to_patches
 from ts_ext.scaling import standardize
+
+LARGE = 3.0  # visible deviations
 
 
 class PretrainOutput(NamedTuple):
     """What a masked model gives back, in units of the visible values' deviation around their mean.
 
-    loss: mean squared error over the observed steps of the masked patches. reconstruction, target: (B, C, N, P).
-    masked: (B, C, N), True = rebuilt without any of its steps being visible.
+    loss: mean squared error over the observed steps of the masked patches; a window whose hidden values are more than
+    three visible deviations large (root mean square) counts as if they were three, so that an outlier in a nearly flat
+    window does not drown all others. reconstruction, target: (B, C, N, P). masked: (B, C, N), True = rebuilt without
+    any of its steps being visible. blocks: only if asked for, see ``ts_ext.trunk.Encoded``.
     """
 
     loss: torch.Tensor
     reconstruction: torch.Tensor
     target: torch.Tensor
     masked: torch.Tensor
+    blocks: tuple[JumboOutput, ...] = ()
 
 
 class Hidden(NamedTuple):
@@ -120,6 +126,8 @@ def rebuild(
     observed: torch.Tensor | None,
     mask_ratio: float,
     generator: torch.Generator | None = None,
+    *,
+    every_block: bool = False,
 ) -> PretrainOutput:
     """Hide, encode what is left, rebuild: statistics and tokens know the visible values alone.
 
@@ -127,6 +135,7 @@ def rebuild(
         trunk, head: a SeriesTrunk and its PatchHead.
         x, observed: values (B, C, L) and which of them are observed, None = all.
         mask_ratio: share of patches to hide.
+        every_block: give the blocks' tokens as well.
         generator: of the draw. Default: torch's global one in training, one that starts anew in eval mode.
     """
     series, everything = trunk.series, torch.ones_like(x, dtype=torch.bool) if observed is None else observed
@@ -140,14 +149,17 @@ def rebuild(
     else:
         normal, stats = trunk.revin.normalize(x, hidden.visible)
         standard, masked = standardize(x, stats), hidden.masked & (stats.std > 0)  # else there is no unit to compare in
-    tokens, _ = trunk.embed(normal, observed)  # hidden patches are there, as zeros; missing ones are not
+    # Hidden patches are there, as zeros; missing ones are not.
+    tokens, _ = trunk.embed(normal, observed, every_block=every_block)
+    *blocks, tokens = tokens if every_block else [tokens]
     patches = head(tokens.patches)
     if trunk.mixing:
         patches = patches.unflatten(-1, (trunk.c_in, -1)).transpose(1, 2)  # (B, N, C*P) -> (B, C, N, P)
     else:
         patches = patches.unflatten(0, (-1, trunk.c_in))  # (B*C, N, P) -> (B, C, N, P)
     patches = patches.to(torch.promote_types(x.dtype, torch.float32))  # half precision has no digits for the loss
-    return reconstruction_loss(patches, standard, everything, masked, series.stride)
+    out = reconstruction_loss(patches, standard, everything, masked, series.stride)
+    return out._replace(blocks=tuple(blocks))
 
 
 def reconstruction_loss(
@@ -163,6 +175,8 @@ def reconstruction_loss(
         )
     target = to_patches(standard.masked_fill(~observed, 0), patch_len, stride).to(reconstruction.dtype)
     error = (reconstruction - target).square() * counts
+    size = (target.square() * counts).sum(dim=(-2, -1)) / counts.sum(dim=(-2, -1)).clamp(min=1)  # (B, C)
+    error = error / (size / LARGE**2).clamp(min=1)[..., None, None]
     return PretrainOutput(error.sum() / counts.sum(), reconstruction, target, masked)
 
 

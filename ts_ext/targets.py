@@ -18,7 +18,10 @@ def target_shape(c_out: int, pred_dim: int | Sequence[int] | None, custom_head: 
             raise ValueError(f"pred_dim {pred_dim} and the targets of tsai's custom_head, {shape}, disagree")
     elif pred_dim is None:
         if c_out != 1:
-            raise ValueError(f"without pred_dim there is one value per sample and c_out must be 1, got {c_out}")
+            raise ValueError(
+                f"head='forecast' without pred_dim has one value per sample, and c_out must be 1, got {c_out}: give "
+                f"pred_dim, or head='classify' or 'regress' (in tsai: arch_config=dict(head=…))"
+            )
         shape = ()
     elif isinstance(pred_dim, Sequence):
         shape = _sizes("pred_dim", pred_dim)

@@ -16,7 +16,7 @@ from jumbo_core.models.series import JumboSeries
 from ts_ext.options import CHANNELS, check_choice, check_jumbo_ffn, encoder_options
 from ts_ext.pretraining import load_encoder
 from ts_ext.scaling import RevIN, WindowStats
-from ts_ext.values import MISSING, read_values, repair_tsai_if_loaded
+from ts_ext.values import MISSING, read_values, repair_tsai_if_loaded, tensor_of
 
 
 class Encoded(NamedTuple):
@@ -158,8 +158,12 @@ class SeriesTrunk(nn.Module):
 
     def read(self, x: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Values (B, C, L) and the mask of those observed, None when all are; errors as in a call."""
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"JumboPatchTST takes one tensor (B, C, L), got {type(x).__name__}")
+        x, mask = tensor_of(x), tensor_of(mask)
+        if not isinstance(x, torch.Tensor) or not isinstance(mask, torch.Tensor | None):
+            raise TypeError(
+                f"JumboPatchTST takes a tensor or numpy array (B, C, L) and as much of a mask, got {type(x).__name__} "
+                f"and {type(mask).__name__}"
+            )
         if x.ndim != 3 or x.shape[1] != self.c_in or x.shape[2] != self.seq_len:
             raise ValueError(
                 f"JumboPatchTST was built for (B, {self.c_in} channels, {self.seq_len} steps), got {tuple(x.shape)}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from jumbo_core import checks
@@ -72,6 +74,11 @@ def _check_finite(fine: torch.Tensor, *, masked: bool) -> None:
     )
 
 
+def tensor_of(values):
+    """numpy arrays as tensors that share their memory; anything else as it is."""
+    return torch.as_tensor(values) if isinstance(values, np.ndarray) else values
+
+
 def pad_windows(
     series: Iterable[torch.Tensor], seq_len: int, *, side: str = "left"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,8 +90,8 @@ def pad_windows(
         side: where the padding goes. Default "left": the newest values end the window, as a forecast needs it.
 
     Returns:
-        values in the dtype of the first series, 0 where padded, and the bool mask, True = observed. NaN in the series
-        stays NaN and counts as not observed.
+        values in the widest floating dtype of the series, 0 where padded, and the bool mask, True = observed. NaN in
+        the series stays NaN and counts as not observed.
 
     Raises:
         ValueError: no series, another number of channels or dimensions, an empty or too long series, another side.
@@ -102,7 +109,10 @@ def pad_windows(
                 f"series {i} is {tuple(one.shape)}: expected ({channels if channels is not None else 'C'} channels, "
                 f"1 to {seq_len} steps)"
             )
-    values = windows[0].new_zeros(len(windows), channels, seq_len)
+    dtype = torch.get_default_dtype() if not any(one.is_floating_point() for one in windows) else None
+    for one in windows:
+        dtype = one.dtype if dtype is None else torch.promote_types(dtype, one.dtype)
+    values = torch.zeros(len(windows), channels, seq_len, dtype=dtype, device=windows[0].device)
     mask = torch.zeros_like(values, dtype=torch.bool)
     for i, one in enumerate(windows):
         place = slice(seq_len - one.shape[1], None) if side == "left" else slice(one.shape[1])
@@ -110,8 +120,15 @@ def pad_windows(
     return values, mask
 
 
-def refuse_exogenous(names: Sequence[str]) -> None:
-    """TypeError for arguments that are none of ours; says what takes the place of exogenous inputs."""
+def refuse_exogenous(names: Sequence[str], known: Iterable[str] = ()) -> None:
+    """TypeError for arguments that are none of ours; says what takes the place of exogenous inputs.
+
+    A name close to one that is ``known`` is taken for a slip of the pen.
+    """
+    for name in names:
+        meant = difflib.get_close_matches(name, list(known), n=1, cutoff=0.75)
+        if meant:
+            raise TypeError(f"JumboPatchTST takes no {name!r}: did you mean {meant[0]!r}?")
     if names:
         raise TypeError(
             f"JumboPatchTST takes no {', '.join(map(repr, names))}. Supported as inputs: past values of any number of "

@@ -98,7 +98,10 @@ def main(arguments: list[str] | None = None) -> dict:
 
 def read(options: argparse.Namespace) -> tuple[np.ndarray, np.ndarray, int]:
     """Series (n, channels, length), NaN where missing or in front of a shorter one, classes, and how many to train."""
-    from aeon.datasets import load_classification, load_from_ts_file
+    try:
+        from aeon.datasets import load_classification, load_from_ts_file
+    except ImportError as error:
+        raise SystemExit(f"this script reads sets with aeon: pip install aeon ({error})") from None
 
     parts = []
     for part, path in (("train", options.train), ("test", options.test)):

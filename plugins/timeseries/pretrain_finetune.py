@@ -16,6 +16,7 @@ last checkpoint. OUT then holds
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -50,6 +51,8 @@ def main(arguments: list[str] | None = None) -> dict:
     if np.isnan(rows).all(axis=0).any():
         raise SystemExit(f"{columns[int(np.isnan(rows).all(axis=0).argmax())]} has no value in the training rows")
     mean, std = np.nanmean(rows, axis=0), np.nanstd(rows, axis=0)
+    if not (std > 0).any():
+        raise SystemExit(f"every column of {options.csv} is constant in the training rows: there is nothing to learn")
     std = np.where(std > 0, std, 1)
     scaled = (data.values - mean) / std
     train, valid, test = (Windows(scaled, *part, options) for part in pairwise(borders))
@@ -76,8 +79,12 @@ def main(arguments: list[str] | None = None) -> dict:
     labelled = train.newest(options.label_share)
     set_seed(options.seed)
     model = JumboPatchTSTForPretraining(JumboPatchTSTConfig(**shape))
+    left_out = {name: part.left_out for name, part in (("training", train), ("validation", valid), ("test", test))}
+    if any(left_out.values()):
+        print(f"windows left out, for a column without any past value: {left_out}")
     metrics = {
         "rows": len(scaled),
+        "windows_left_out": left_out,
         "windows": {"pretrain": len(train), "finetune": len(labelled), "valid": len(valid), "test": len(test)},
         "parameters": sum(p.numel() for p in model.parameters()),
         "scaling": {"mean": mean.tolist(), "std": std.tolist()},
@@ -112,6 +119,7 @@ class Windows:
         first = range(max(0, start - self.past), stop - self.past - self.future + 1)
         seen = np.cumsum(np.pad(~np.isnan(values), ((1, 0), (0, 0))), axis=0)
         self.starts = [i for i in first if (seen[i + self.past] > seen[i]).all()]
+        self.left_out = len(first) - len(self.starts)
         self.labelled = True
 
     def newest(self, share: float) -> Windows:
@@ -177,10 +185,13 @@ def train_or_load(model, name: str, windows: Windows, options: argparse.Namespac
     from jumbo_core.jumbo import param_groups
 
     target, work = options.out / name, options.out / f"{name}-training"
-    settings = json.dumps({k: str(v) for k, v in sorted(vars(options).items()) if k != "device"}, indent=1)
+    # What was trained depends on the file's values, not on where it or its results lie.
+    shaping = {k: v for k, v in sorted(vars(options).items()) if k not in ("device", "out", "csv")}
+    shaping["csv_sha256"] = hashlib.sha256(options.csv.read_bytes()).hexdigest()
+    settings = json.dumps(shaping, indent=1)
     note = options.out / "settings.json"
     if note.is_file() and note.read_text() != settings:
-        raise SystemExit(f"{note} tells of other arguments: choose another --out, or delete {options.out}")
+        raise SystemExit(f"{note} tells of other arguments or data: choose another --out, or delete {options.out}")
     options.out.mkdir(parents=True, exist_ok=True)
     note.write_text(settings)
     if (target / "config.json").is_file():

@@ -178,7 +178,7 @@ def test_argument_names_are_those_of_patchtst():
         wanted = list(inspect.signature(theirs.forward).parameters)
         own = inspect.signature(ours.forward).parameters
         missing = [n for n in wanted if n not in own and n not in ("return_dict", "kwargs")]
-        assert set(missing) <= {"output_hidden_states", "output_attentions"}
+        assert not missing
         assert list(own)[:3] == wanted[:3] or ours is not JumboPatchTSTForPrediction
     x = windows()
     output = make()(past_values=x, future_values=x[:, :6])
@@ -210,6 +210,15 @@ def test_masks_of_past_and_future():
     assert output.loss.item() == pytest.approx((output.prediction_outputs - target)[seen].square().mean().item())
     with pytest.raises(ValueError, match="of 72 targets are NaN"):
         model(x, future_values=target.masked_fill(~seen, torch.nan))
+    with pytest.raises(ValueError, match="1 of 72 future_values are NaN and marked as observed"):
+        broken = target.clone()
+        broken[1, 2, 0] = torch.nan
+        model(x, future_values=broken, future_observed_mask=torch.ones_like(seen))
+
+
+def test_numpy_arrays_are_taken():
+    model, x = make(), windows().double()
+    assert torch.equal(model(past_values=x.numpy()).prediction_outputs, model(past_values=x).prediction_outputs)
 
 
 def test_scale_equivariance_in_double_precision():
@@ -229,8 +238,12 @@ def test_hidden_states(options):
     last = model.model(x, output_hidden_states=True)
     assert max_error(encoder.norm(last.hidden_states[-1]), last.last_hidden_state) < 1e-6
     assert last.patch_input.shape == (4, 3, 12, 8)
-    with pytest.raises(ValueError, match="attention is fused here"):
-        model(x, output_attentions=True)
+    pretraining = make(JumboPatchTSTForPretraining, **options)
+    assert pretraining(x).hidden_states is None
+    assert [h.shape for h in pretraining(x, output_hidden_states=True).hidden_states] == [(4, rows, tokens, 16)] * 3
+    for one in (model, pretraining, model.model):
+        with pytest.raises(ValueError, match="attention is fused here"):
+            one(x, output_attentions=True)
 
 
 class Windows(torch.utils.data.Dataset):
@@ -290,8 +303,8 @@ def test_trainer_pretrains_then_classifies(tmp_path):
     set_seed(0)
     data = Windows(64)
     pretraining = Trainer(
-        JumboPatchTSTForPretraining(JumboPatchTSTConfig(**SHAPE)),
-        arguments(tmp_path, "past_values", num_train_epochs=20),
+        JumboPatchTSTForPretraining(JumboPatchTSTConfig(**{**SHAPE, "patch_stride": 8})),
+        arguments(tmp_path, "past_values", num_train_epochs=30),
         train_dataset=[{"past_values": item["past_values"]} for item in data],
         eval_dataset=[{"past_values": item["past_values"]} for item in Windows(20)],
     )
@@ -397,3 +410,7 @@ def test_bad_sizes_are_refused_when_the_model_is_made():
         JumboPatchTSTForPrediction(config)
     with pytest.raises(ValueError, match="target_values must be"):
         make(JumboPatchTSTForClassification, num_targets=2)(windows(), target_values=torch.zeros(4, 2))
+    for classes, wrong in ((1, 2), (3, 3), (3, -1), (3, 0.7)):
+        model = make(JumboPatchTSTForClassification, num_targets=classes)
+        with pytest.raises(ValueError, match=rf"whole numbers 0 to {max(classes, 2) - 1} with num_targets {classes}"):
+            model(windows(), target_values=torch.tensor([0, 1, 0, wrong]))

@@ -178,8 +178,23 @@ def test_pretrain_then_finetune(pretrain, tmp_path, capsys):
     capsys.readouterr()
     assert pretrain.main(call) == metrics
     assert capsys.readouterr().out.count("is there already") == 3
-    with pytest.raises(SystemExit, match="tells of other arguments"):
+    assert metrics["windows_left_out"] == {"training": 0, "validation": 0, "test": 0}
+    with pytest.raises(SystemExit, match="tells of other arguments or data"):
         pretrain.main([*call, "--seed", "1"])
+    (tmp_path / "out").rename(tmp_path / "moved")
+    assert pretrain.main([*call[:2], str(tmp_path / "moved"), *call[3:]]) == metrics
+    data.assign(heat=data["heat"] * 2).to_csv(tmp_path / "data.csv", index=False)
+    with pytest.raises(SystemExit, match="tells of other arguments or data"):
+        pretrain.main([*call[:2], str(tmp_path / "moved"), *call[3:]])
+
+
+def test_windows_that_cannot_be_read_are_counted(pretrain, tmp_path, capsys):
+    data = frame(200)
+    data.loc[20:49, "heat"] = np.nan
+    data.to_csv(tmp_path / "data.csv", index=False)
+    metrics = pretrain.main([str(tmp_path / "data.csv"), "--out", str(tmp_path / "out"), *TINY])
+    assert metrics["windows_left_out"] == {"training": 7, "validation": 0, "test": 0}  # 24 rows within those 30
+    assert "windows left out" in capsys.readouterr().out
 
 
 def test_an_interrupted_pretraining_goes_on(pretrain, tmp_path, monkeypatch):
@@ -215,6 +230,7 @@ def test_an_interrupted_pretraining_goes_on(pretrain, tmp_path, monkeypatch):
         (lambda d: pd.concat([d[:9], d[8:]]), "2024-01-01 08:00:00"),
         (lambda d: d.rename(columns={"date": "time"}), "has no column 'date'"),
         (lambda d: d.assign(place="here"), r"columns \['place'\] are not numeric"),
+        (lambda d: d.assign(load=1.0, heat=2.0), "every column of .* is constant in the training rows"),
         (lambda d: d[:40], "no training window in 40 rows|no validation window in 40 rows"),
     ],
 )

@@ -122,11 +122,59 @@ def test_a_column_of_times_quantiles_covariates_and_names(tmp_path):
     assert list(table.columns) == [("heat", 0.1), ("heat", 0.5), ("heat", 0.9)]
     assert (table.to_numpy()[:, :-1] <= table.to_numpy()[:, 1:]).all()
     assert list(made.backtest().columns) == ["origin", "time", "column", "truth", 0.1, 0.5, 0.9]
-    assert made.metrics()["mae"] > 0
+    every = made.backtest(step=1)
+    error, truth = every[0.5] - every["truth"], every["truth"]
+    pinball = [np.maximum(q * (truth - every[q]), (q - 1) * (truth - every[q])).mean() for q in (0.1, 0.5, 0.9)]
+    inside = ((truth >= every[0.1]) & (truth <= every[0.9])).mean()
+    expected = {"mae": error.abs().mean(), "mse": (error**2).mean(), "pinball": np.mean(pinball), "coverage": inside}
+    assert made.metrics() == pytest.approx(expected)
     louder = data.assign(load=data["load"] * np.linspace(1, 2, ROWS))
     assert not np.allclose(made.predict(louder), table)  # the covariate informs
     made.save(tmp_path / "f.pt")
     pd.testing.assert_frame_equal(Forecaster.load(tmp_path / "f.pt").predict(data), table, check_freq=False)
+
+
+def test_quantiles_without_the_median_have_no_error_of_a_point():
+    found = jumbo_forecaster(frame(), quantiles=(0.1, 0.9), **TINY).metrics()
+    assert set(found) == {"pinball", "coverage"}
+    assert set(jumbo_forecaster(frame(), quantiles=(0.9,), **TINY).metrics()) == {"pinball"}
+
+
+def test_columns_and_rows_that_are_not_read_may_be_there(tmp_path):
+    data = frame().assign(note=1.0)
+    made = jumbo_forecaster(data, targets=["load"], **TINY)
+    expected = made.predict()
+    pd.testing.assert_frame_equal(made.predict(data), expected, check_freq=False)
+    pd.testing.assert_frame_equal(made.predict(data[["load"]]), expected, check_freq=False)
+    old = data.copy()
+    old.iloc[0, 0], old.iloc[1, 0] = np.nan, np.inf
+    pd.testing.assert_frame_equal(made.predict(old), expected, check_freq=False)
+    made.save(tmp_path / "f.pt")
+    loaded = Forecaster.load(tmp_path / "f.pt")
+    assert loaded.ignored == ["heat", "note"]
+    pd.testing.assert_frame_equal(loaded.predict(data), expected, check_freq=False)
+    with pytest.raises(ValueError, match=r"unknown \['cold'\]"):
+        loaded.predict(data.assign(cold=1.0))
+    with pytest.raises(ValueError, match="not sorted"):
+        made.predict(data.iloc[[1, 0, *range(2, len(data))]])
+
+
+def test_show_results_of_the_learner():
+    import matplotlib.pyplot as plt
+
+    plt.close("all")
+    learner = jumbo_forecaster(frame(), **TINY).learner
+    with learner.no_bar():
+        learner.show_results()
+    assert len([axis for axis in plt.gcf().axes if axis.lines]) == 9
+    plt.close("all")
+
+
+def test_names_that_a_file_of_weights_cannot_hold_are_refused_when_saving(tmp_path):
+    stamp = pd.Timestamp("2024-01-01")
+    made = jumbo_forecaster(frame().rename(columns={"load": stamp}), **TINY)
+    with pytest.raises(ValueError, match="cannot be saved: rename them to text"):
+        made.save(tmp_path / "f.pt")
 
 
 def test_missing_values_and_a_constant_column():

@@ -60,7 +60,7 @@ def test_classifier_reads_the_slices_and_the_mean_of_the_patches():
     model = make(2, 3, head="classify").eval()
     x = torch.randn(4, 2, 40)
     assert model.head.in_features == 2 * (2 + 1) * 16
-    tokens, real, _ = model.encode(x)
+    tokens, real = model.encode(x)[:2]
     assert real is None
     torch.nn.init.zeros_(model.head.weight)
     torch.nn.init.zeros_(model.head.bias)
@@ -257,10 +257,20 @@ def test_exogenous_inputs_are_refused_with_what_is_supported():
     model = make(3, 3, 6)
     with pytest.raises(TypeError, match=message):
         model(torch.zeros(2, 3, 40), futr_exog=torch.zeros(2, 1, 46))
-    with pytest.raises(TypeError, match=r"takes one tensor .* got tuple"):
+    with pytest.raises(TypeError, match=r"takes a tensor or numpy array \(B, C, L\) .* got tuple"):
         model((torch.zeros(2, 3, 40), torch.zeros(2, 1, 46)))
-    with pytest.raises(TypeError, match=r"got ndarray"):
-        model(np.zeros((2, 3, 40)))
+    with pytest.raises(TypeError, match="takes no 'd_modle': did you mean 'd_model'"):
+        JumboPatchTST(3, 3, 40, 6, d_modle=8)
+
+
+def test_numpy_arrays_are_taken():
+    model = make(3, 3, 6).eval()
+    x, mask = np.random.default_rng(0).normal(size=(2, 3, 40)), np.ones((2, 3, 40), dtype=bool)
+    mask[0, 1, :9] = False
+    out = model(x, mask)
+    assert out.dtype == torch.float64 and torch.equal(out, model(torch.from_numpy(x), torch.from_numpy(mask)))
+    with pytest.raises(ValueError, match=r"floating dtype, got torch\.int64"):
+        model(np.ones((2, 3, 40), dtype=np.int64))
 
 
 def test_a_generator_is_for_pretraining():

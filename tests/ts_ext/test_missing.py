@@ -123,6 +123,10 @@ def test_pad_windows():
     values, mask = pad_windows([torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, torch.nan, 5.0]])], 4)
     assert values[0].tolist() == [[0, 0, 1, 2]] and mask[0].tolist() == [[False, False, True, True]]
     assert mask[1].tolist() == [[False, True, False, True]]
+    values, mask = pad_windows([torch.tensor([[1, 2, 3]]), torch.tensor([[0.7, torch.nan]], dtype=torch.float64)], 4)
+    assert values.dtype == torch.float64 and values[1, 0, 2] == 0.7 and values[1, 0, 3].isnan()
+    assert mask[1, 0].tolist() == [False, False, True, False]
+    assert pad_windows([torch.tensor([[1, 2]])], 4)[0].dtype == torch.float32
     assert pad_windows([torch.ones(1, 2)], 4, side="right")[1][0].tolist() == [[True, True, False, False]]
     for series, message in (
         ([], "no series to pad"),

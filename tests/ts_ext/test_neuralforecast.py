@@ -316,9 +316,9 @@ BAD = [
     (dict(fc_dropout=0.2), TypeError, "no fc_dropout: .* use dropout and head_dropout"),
     (dict(batch_normalization=True), TypeError, "no batch_normalization: use norm='BatchNorm'"),
     (dict(multipler=4), TypeError, "no 'multipler'"),
-    (dict(hist_exog_list=["a"]), Exception, "JumboPatchTST does not support historical exogenous"),
-    (dict(futr_exog_list=["a"]), Exception, "JumboPatchTST does not support future exogenous"),
-    (dict(stat_exog_list=["a"]), Exception, "JumboPatchTST does not support static exogenous"),
+    (dict(hist_exog_list=["a"]), TypeError, "takes no 'hist_exog_list'. Supported as inputs: past values"),
+    (dict(futr_exog_list=["a"]), TypeError, "takes no 'futr_exog_list'. Supported as inputs: past values"),
+    (dict(stat_exog_list=["a"]), TypeError, "takes no 'stat_exog_list'. Supported as inputs: past values"),
     (dict(cat_exog_list=["a"]), Exception, "JumboPatchTST does not support categorical exogenous"),
     (dict(exclude_insample_y=True), Exception, "does not support `exclude_insample_y=True`"),
 ]

@@ -71,6 +71,17 @@ def test_scale_equivariance(options, scale, shift):
     )
 
 
+@pytest.mark.filterwarnings("ignore:3 input channels")
+def test_a_mixture_of_channels_keeps_the_digits_of_an_offset():
+    """Its weights sum to one, which single precision says only to seven digits."""
+    model = JumboPatchTST(3, 1, 40, 6, **SMALL).eval()
+    torch.nn.init.normal_(model.head.mix)
+    x = torch.randn(4, 3, 40, dtype=torch.float64)
+    torch.testing.assert_close(model(x + 1e9) - 1e9, model(x), atol=1e-6, rtol=0)
+    constant = torch.full((1, 3, 40), 1e9 + 1, dtype=torch.float64)
+    assert (model(constant) == 1e9 + 1).all()
+
+
 def test_channels_are_independent_and_in_order():
     model = make().eval()
     x = torch.randn(3, 4, 40)

@@ -73,6 +73,21 @@ def test_hidden_values_reach_neither_statistics_nor_reconstruction(options, stri
     assert not torch.equal(model(seen, generator=seeded(3)).reconstruction, out.reconstruction)
 
 
+def test_an_outlier_in_a_flat_window_does_not_drown_the_others():
+    model = make(1).eval()
+    x = torch.randn(8, 1, 40, generator=seeded(5))
+    usual = model(x, generator=seeded())
+    step = int(usual.masked[0, 0].nonzero()[0]) * 8  # hidden, in a window that is nearly flat elsewhere
+    x[0] *= 1e-3
+    x[0, 0, step] = 1e6
+    out = model(x, generator=seeded())
+    assert out.target.abs().max() > 1e8 and torch.equal(out.masked, usual.masked)
+    assert out.loss < usual.loss + 9
+    hidden = (out.reconstruction - out.target)[1:].square()[out.masked[1:]]
+    rest = hidden.sum() / usual.masked.sum() / 8
+    assert 0 < out.loss - rest < 9.1 / 8  # the window counts as three deviations large, no more
+
+
 def test_loss_and_target_by_hand():
     model = make(1).eval()
     x = torch.randn(2, 1, 40, dtype=torch.float64) * 3 + 100

@@ -45,7 +45,7 @@ CONTENDERS = {
 def config_of(backbone: dict, folder: Path | None, settings: dict, data: Path, work_dir: Path, seed: int) -> Config:
     """The CamVid config with small photos, this backbone, and CIFAR-10's statistics, which the models know."""
     config = Config.fromfile(mmseg_ext.config_path(CONFIG))
-    crop, photo = settings["crop"], settings["photo"]
+    crop, photo = tuple(settings["crop"]), tuple(settings["photo"])  # mmseg takes no lists here
     width = backbone["embed_dims"]
     config.model.backbone = dict(
         **backbone, num_layers=4, img_size=crop, patch_size=4, out_indices=(0, 1, 2, 3), drop_path_rate=0.0,

@@ -5,19 +5,16 @@ Source: ToFu (arXiv 2312.01026): r tokens leave between the attention and the ML
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
-from types import CodeType, MethodType
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from jumbo_core import checks
-from jumbo_core.tofu.hosts import Arrangement, FusionHost, host_of
-from jumbo_core.tofu.importance import attention_received
-from jumbo_core.tofu.matching import ORDERS, match
-from jumbo_core.tofu.operators import NORMS, compose, fuse, source_map, unmerge
+from jumbo_core.tofu.hosts import FusionHost, host_of
+from jumbo_core.tofu.inside import Capture, DenseCall, FusedForward, Run, Step
+from jumbo_core.tofu.matching import ORDERS
+from jumbo_core.tofu.operators import NORMS, source_map
 from jumbo_core.tofu.plan import Clamp, FusionPlan
 
 IMPORTANCE = ("similarity", "attention")
@@ -62,7 +59,7 @@ class FusedModel:
         plan: the plan it follows.
     """
 
-    def __init__(self, model: nn.Module, plan: FusionPlan, host: FusionHost, run: _Run) -> None:
+    def __init__(self, model: nn.Module, plan: FusionPlan, host: FusionHost, run: Run) -> None:
         self.model, self.plan, self._host, self._run = model, plan, host, run
 
     def report(self, num_patches: int | None = None) -> FusionReport:
@@ -98,7 +95,7 @@ class FusedModel:
         """Take the fusion out; the model is as before. Raises ValueError if it is not in."""
         return remove_tofu(self.model)
 
-    def _last(self) -> _Step:
+    def _last(self) -> Step:
         if self._run.last is None:
             raise ValueError("nothing to tell: the latest call, if any, did not go through the last block")
         return self._run.last
@@ -126,7 +123,9 @@ def apply_tofu(
 
     ``forward`` and ``forward_features`` then work on ever fewer patches; ``forward_intermediates`` gives maps of every
     original position (and final tokens likewise), each with its group's vector. The model can be trained,
-    checkpointed, deep-copied and pickled, fusion included; its state dict does not change.
+    checkpointed, deep-copied and pickled, fusion included; its state dict does not change. It remembers its latest
+    call, so one thread at a time may call it; others take copies, which can share the weights
+    (``copy.deepcopy(model, {id(p): p for p in model.parameters()})``).
 
     Args:
         model: a timm VisionTransformer or Eva, a JumboViT, AdventurerViT or their encoders; others through
@@ -160,6 +159,8 @@ def apply_tofu(
     if is_fused(model):
         raise ValueError("the model is fused already; call remove() on its handle, or remove_tofu(model), first")
     host.check_options(model, proportional, "attention" if weights == "importance" else importance)
+    if order != "position" and any(host.arrangement(model, i) is not None for i in range(len(blocks))):
+        raise ValueError(f"order={order!r} would change the order in which this model scans patches: use 'position'")
     num_patches = host.num_patches(model)
     if num_patches is not None:
         plan.resolve(num_patches)
@@ -171,24 +172,24 @@ def apply_tofu(
         "weights": weights,
         "order": order,
     }
-    run = _Run(plan, host.prefix(model), **options)
+    run = Run(plan, host.prefix(model), **options)
     for i, block in enumerate(blocks):
         queries, keys = host.queries_and_keys(block)
-        fused = _FusedForward(block, i, host, run, host.arrangement(model, i))
+        fused = FusedForward(block, i, host, run, host.arrangement(model, i))
         if plan.counts[i]:
             keys.register_forward_hook(fused.keys)
             if run.reads_attention(i):
                 queries.register_forward_hook(fused.queries)
         block.forward = fused
     for owner, name in host.dense_calls(model):
-        setattr(owner, name, _DenseCall(owner, name, host, run))
+        setattr(owner, name, DenseCall(owner, name, host, run))
     host.remember(model, plan, options)
     return FusedModel(model, plan, host, run)
 
 
 def is_fused(model: nn.Module) -> bool:
     """Whether :func:`apply_tofu` is in force on the model or a part of it."""
-    return any(isinstance(module.__dict__.get("forward"), _FusedForward) for module in model.modules())
+    return any(isinstance(module.__dict__.get("forward"), FusedForward) for module in model.modules())
 
 
 def remove_tofu(model: nn.Module) -> nn.Module:
@@ -199,182 +200,12 @@ def remove_tofu(model: nn.Module) -> nn.Module:
     """
     if not is_fused(model):
         raise ValueError(f"there is no token fusion in this {type(model).__name__}")
-    host = next(m.forward.host for m in model.modules() if isinstance(m.__dict__.get("forward"), _FusedForward))
+    host = next(m.forward.host for m in model.modules() if isinstance(m.__dict__.get("forward"), FusedForward))
     for module in model.modules():
-        for name in [n for n, value in module.__dict__.items() if isinstance(value, (_FusedForward, _DenseCall))]:
+        for name in [n for n, value in module.__dict__.items() if isinstance(value, (FusedForward, DenseCall))]:
             delattr(module, name)
         hooks = module._forward_hooks
-        for key in [key for key, hook in hooks.items() if isinstance(hook, _Capture)]:
+        for key in [key for key, hook in hooks.items() if isinstance(hook, Capture)]:
             del hooks[key]
     host.forget(model)
     return model
-
-
-class _Step(NamedTuple):
-    """Where the originals stand between two blocks. None for ``sizes``, ``place``, ``origin``: nothing left so far."""
-
-    sizes: torch.Tensor | None
-    place: torch.Tensor | None
-    origin: torch.Tensor | None  # (B, K) one original position of each token: the way back from unmerged tokens
-    dense: bool  # block outputs are unmerged in this call
-
-
-class _Run:
-    """Options, and the traces of the latest call, which a copy or a pickle leaves behind."""
-
-    def __init__(
-        self,
-        plan: FusionPlan,
-        prefix: int,
-        *,
-        proportional: bool,
-        importance: str,
-        norm: str,
-        weights: str | None,
-        order: str,
-    ) -> None:
-        self.plan, self.prefix, self.proportional = plan, prefix, proportional
-        self.importance, self.norm, self.weights, self.order = importance, norm, weights, order
-        self.dense = False
-        self._forget()
-
-    def reads_attention(self, index: int) -> bool:
-        """Whether block ``index`` needs to know how much attention its tokens receive."""
-        return self.importance == "attention" or (self.weights == "importance" and self.plan.ops[index] != "prune")
-
-    def _forget(self) -> None:
-        self.num_patches: int | None = None
-        self.counts: list[int] = []
-        self.steps: dict[int, _Step] = {}
-        self.last: _Step | None = None
-
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "num_patches": None, "counts": [], "steps": {}, "last": None, "dense": False}
-
-    def before(self, index: int, tokens: torch.Tensor) -> _Step:
-        """What block ``index`` starts from; the first block begins a new call."""
-        if index:
-            return self.steps[index - 1]
-        # Gradient checkpointing runs blocks again inside backward, last one first: that is no new call.
-        again = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if not again:
-            self._forget()
-            self.num_patches = tokens.shape[1] - self.prefix
-            self.counts, _ = self.plan.resolve(self.num_patches)
-        return _Step(None, None, None, self.steps[0].dense if again else self.dense)
-
-    def after(self, index: int, step: _Step, tokens: torch.Tensor) -> None:
-        self.steps[index] = step
-        if index == len(self.counts) - 1:
-            if torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling():
-                self._forget()  # torch.export runs this with stand-ins that hold no values
-                return
-            batch, kept = tokens.shape[:2]
-            if step.place is None:
-                everyone = torch.arange(kept, device=tokens.device).expand(batch, kept)
-                step = step._replace(sizes=tokens.new_ones(batch, kept, 1), place=everyone, origin=everyone)
-            self.last = step
-
-
-class _Capture:
-    """Forward hook that keeps a module's output until it is asked for."""
-
-    def __init__(self) -> None:
-        self.value: torch.Tensor | None = None
-
-    def __call__(self, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        self.value = output.detach()
-
-    def take(self) -> torch.Tensor:
-        value, self.value = self.value, None
-        return value
-
-    def __getstate__(self) -> dict:
-        return {"value": None}
-
-
-class _FusedForward:
-    """Stands in as ``block.forward``: attention, fusion, MLP."""
-
-    def __init__(
-        self, block: nn.Module, index: int, host: FusionHost, run: _Run, arrangement: Arrangement | None
-    ) -> None:
-        self.block, self.index, self.host, self.run, self.arrangement = block, index, host, run, arrangement
-        self.queries, self.keys = _Capture(), _Capture()
-
-    def __call__(self, tokens: torch.Tensor, *context, **options) -> torch.Tensor:
-        run = self.run
-        step = run.before(self.index, tokens)
-        r = run.counts[self.index]
-        if not r and step.place is None:  # nothing left so far: the block as it is, which costs nothing extra
-            tokens = type(self.block).forward(self.block, tokens, *context, **options)
-            run.after(self.index, step, tokens)
-            return tokens
-        if step.dense and step.place is not None:
-            tokens = self._unmerge(tokens, step.origin)  # back to one token per group
-        if step.origin is not None:
-            context, options = self.host.moved(step.origin[:, run.prefix :] - run.prefix, context, options)
-        bias = None
-        if run.proportional and step.sizes is not None:
-            bias = step.sizes.log().to(tokens.dtype).transpose(1, 2).unsqueeze(1)  # (B, K, 1) -> (B, 1, 1, K)
-        tokens = self.host.attend(self.block, tokens, bias, *context, **options)
-        if r:
-            tokens, step = self._fuse(tokens, r, step)
-        elif run.plan.counts[self.index]:  # capped to nothing, but the hooks are there
-            self.queries.take(), self.keys.take()
-        tokens = self.host.feed(self.block, tokens, *context, **options)
-        run.after(self.index, step, tokens)
-        return self._unmerge(tokens, step.place) if step.dense and step.place is not None else tokens
-
-    def _unmerge(self, tokens: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        if self.arrangement is None:
-            return unmerge(tokens, place)
-        return self.arrangement.restore(unmerge(self.arrangement.arrange(tokens), place))
-
-    def _fuse(self, tokens: torch.Tensor, r: int, step: _Step) -> tuple[torch.Tensor, _Step]:
-        run = self.run
-        queries, keys = self.queries.take(), self.host.keys(self.block, self.keys.take())
-        if self.arrangement is not None:
-            tokens, keys = self.arrangement.arrange(tokens), self.arrangement.arrange(keys, dim=2)
-        received = None
-        if run.reads_attention(self.index):
-            queries = self.host.queries(self.block, queries)
-            sizes = step.sizes if run.proportional else None
-            received = attention_received(queries, keys, scale=self.host.scale(self.block), sizes=sizes)
-        importance = received if run.importance == "attention" else None
-        matching = match(keys, r, protected=run.prefix, importance=importance, order=run.order)
-        op, weights = run.plan.ops[self.index], None
-        if op != "prune" and run.weights == "importance":
-            weights = received
-        elif op != "prune" and run.weights == "size" and step.sizes is not None:
-            weights = step.sizes.squeeze(-1)
-        tokens, sizes = fuse(tokens, matching, op, sizes=step.sizes, norm=run.norm, weights=weights)
-        if self.arrangement is not None:
-            tokens = self.arrangement.restore(tokens)
-        origin = matching.kept if step.origin is None else step.origin.gather(1, matching.kept)
-        return tokens, _Step(sizes, compose(step.place, matching), origin, step.dense)
-
-
-class _DenseCall:
-    """Stands in for a method that reads block outputs as maps: in its course they hold every original position."""
-
-    def __init__(self, owner: nn.Module, name: str, host: FusionHost, run: _Run) -> None:
-        self.owner, self.name, self.host, self.run = owner, name, host, run
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """Of the method it stands in for: Transformers' Trainer asks which inputs a model takes."""
-        return inspect.signature(MethodType(getattr(type(self.owner), self.name), self.owner))
-
-    @property
-    def __code__(self) -> CodeType:
-        """Of the method it stands in for: torch.export notes which code it traces."""
-        return inspect.unwrap(getattr(type(self.owner), self.name)).__code__
-
-    def __call__(self, *args, **options):
-        before = self.run.dense  # one may call another
-        self.run.dense = before or self.host.reads_maps(self.owner, options)
-        try:
-            return getattr(type(self.owner), self.name)(self.owner, *args, **options)
-        finally:
-            self.run.dense = before

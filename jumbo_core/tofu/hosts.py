@@ -135,7 +135,10 @@ def host_of(model: nn.Module) -> FusionHost:
         if host.accepts(model):
             return host
     supported = "; ".join(dict.fromkeys(host.supported for host in _HOSTS))
-    raise TypeError(f"token fusion does not know {_describe(model)}; supported: {supported}")
+    raise TypeError(
+        f"token fusion does not know {_describe(model)}; supported: {supported}. Importing hf_ext adds models of "
+        f"Transformers, mmseg_ext MMSegmentation's; hf_ext.diffusers.apply_tofu_to_unet is for UNets"
+    )
 
 
 class TimmHost(FusionHost):

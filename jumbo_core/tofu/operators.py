@@ -61,6 +61,8 @@ def fuse(
     r = matching.sources.shape[1]
     if r == 0:
         return tokens, sizes
+    if tokens.shape[0] == 0:  # no sample: nothing to index
+        return tokens[:, : matching.kept.shape[1]], sizes[:, : matching.kept.shape[1]]
     if op == "prune":
         return _take(tokens, matching.kept), _take(sizes, matching.kept)
 

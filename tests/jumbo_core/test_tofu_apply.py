@@ -5,6 +5,7 @@ import copy
 import pytest
 import timm
 import torch
+from timm.layers import set_reentrant_ckpt
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -265,7 +266,11 @@ def test_training_and_gradient_checkpointing(make, dense, image):
     def loss_of(model):
         if dense:
             return model.forward_intermediates(image, intermediates_only=True)[-1].square().sum()
-        return model(image).square().sum()
+        # Two views, then another size and batch without gradients: backward must recompute each call as it was.
+        loss = model(image).square().sum() + model(image.flip(0) * 0.7).square().sum()
+        with torch.no_grad():
+            model(image[:1] * 3)
+        return loss
 
     torch.manual_seed(1)  # the Jumbo block has drop path
     names = [n for n, _ in model.named_parameters()]
@@ -280,9 +285,26 @@ def test_training_and_gradient_checkpointing(make, dense, image):
     for name, parameter, expected in zip(names, model.parameters(), plain, strict=True):
         if expected is not None:
             assert max_error(parameter.grad, expected) < 1e-5 * max(1, expected.abs().max().item()), name
+    set_reentrant_ckpt(True)  # hands detached tensors to the second run
+    try:
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss_of(model).backward()
+    finally:
+        set_reentrant_ckpt(False)
+    for name, parameter, expected in zip(names, model.parameters(), plain, strict=True):
+        if expected is not None:
+            assert max_error(parameter.grad, expected) < 1e-5 * max(1, expected.abs().max().item()), name
     # The run after a backward starts afresh.
     model.eval()
     assert torch.equal(model(image), model(image))
+
+
+@pytest.mark.parametrize("op", ["prune", "average", "mlerp"])
+def test_an_empty_batch(op):
+    model = timm_vit()
+    apply_tofu(model, FusionPlan.uniform(len(model.blocks), 2, op), proportional=True)
+    assert model(torch.zeros(0, 3, 32, 32)).shape == (0, 5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -10,7 +10,7 @@ from transformers import (
     AutoModelForImageClassification,
 )
 
-from hf_ext import tofu, tofu_hosts, tofu_jumbo
+from hf_ext import tofu, tofu_adventurer, tofu_hosts, tofu_jumbo
 from hf_ext.backbone_adventurer import AdventurerBackbone
 from hf_ext.backbone_jumbo import JumboBackbone
 from hf_ext.configuration_adventurer import AdventurerConfig
@@ -25,7 +25,7 @@ def register() -> None:
 
     Doing it again changes nothing.
     """
-    for module in (tofu, tofu_hosts, tofu_jumbo):
+    for module in (tofu, tofu_hosts, tofu_jumbo, tofu_adventurer):
         module.register()
     for config, model, classifier, backbone in (
         (JumboConfig, JumboModel, JumboForImageClassification, JumboBackbone),

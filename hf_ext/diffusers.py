@@ -108,7 +108,8 @@ def apply_tofu_to_unet(
     block and its grid alone: calls are repeatable, and the global random state is neither read nor changed. The UNet
     can be trained, deep-copied and pickled, fusion included; its state dict does not change. Compile after
     fusing: code compiled before does not notice. With gradient checkpointing, run backward before a call with latents
-    of the same area and another shape.
+    of another shape, unlike without fusion: backward runs blocks again with the latest call's grid, which is an error,
+    or unnoticed where both have the same area. Fused models, like these UNets, are for one thread at a time.
 
     Args:
         unet: a UNet2DConditionModel, or a pipeline that holds one as ``.unet``.

@@ -11,7 +11,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_ext.configuration_vision import VisionConfig
-from hf_ext.tofu import restore
+from hf_ext.tofu import is_fused, restore, saying
 from hf_ext.trunk import Recorder, Trunk, TrunkOutput
 from jumbo_core.jumbo import JumboFFN
 from jumbo_core.jumbo.stack import BlockStack
@@ -64,7 +64,11 @@ class VisionPreTrainedModel(PreTrainedModel):
             ):
                 if own != said:
                     setattr(self.config, name, own[0] if own[0] == own[1] else list(own))
-        super().save_pretrained(*args, **kwargs)
+        if is_fused(self):
+            super().save_pretrained(*args, **kwargs)
+            return
+        with saying(self, None):  # made from the configuration of a fused folder, it is not fused for that
+            super().save_pretrained(*args, **kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
         """The rule of jumbo_core, through functions that leave tensors alone which a checkpoint has filled."""

@@ -1,10 +1,17 @@
 """Token fusion that is saved with a Transformers model: the plan in ``config.json``, restored by ``from_pretrained``.
 
-``apply_tofu`` is :func:`jumbo_core.tofu.apply_tofu`: with hf_ext imported it takes Transformers models, and writes
-plan and options into ``model.config.tofu``. ``save_pretrained`` stores that; ``from_pretrained`` of the same or another
-class of that model, Auto classes and ``pipeline`` fuse what they load. ``from_pretrained(folder, tofu=None)`` leaves
-fusion out; ``remove()`` and ``remove_tofu`` drop it from the configuration too. A plan that does not fit the loaded
-model is an error. Give ``apply_tofu`` the model that will be saved: a part's configuration is not always the whole's.
+``apply_tofu`` is :func:`jumbo_core.tofu.apply_tofu`: with hf_ext imported it takes Transformers models, whose
+``save_pretrained`` then writes plan and options as the entry "tofu" of ``config.json``; ``from_pretrained`` of the same
+or another class of that model, Auto classes and ``pipeline`` fuse what they load. With ``tofu=None`` it leaves fusion
+out, and a model whose fusion was removed is saved without. A plan that does not fit the loaded model is an error. Give
+``apply_tofu`` the model that will be saved: a whole whose part was fused does not save the part's plan.
+
+The plan belongs to the model, not to its configuration, which models may share: ``model.config`` holds it only while
+``save_pretrained`` writes. So a model made from the configuration of a fused one is plain and is saved as such, and
+``from_pretrained(folder, config=model.config)`` loads a plain one. What ``AutoConfig.from_pretrained`` reads from a
+fused folder does hold the plan, for ``from_pretrained(folder, config=...)`` to find. A stock model made from that
+without weights is plain, but takes the plan along into what it saves (our own models do not): ``del config.tofu,
+config.quantization_config`` before making it.
 
 How stock classes restore a plan. Importing hf_ext may register, not patch, and the one thing registered with
 Transformers that every ``from_pretrained`` asks, of stock classes too, is its table of quantizers. So ``config.json``
@@ -25,6 +32,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
 
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -41,43 +50,50 @@ _OPTIONS = tuple(p.name for p in inspect.signature(apply_tofu).parameters.values
 
 
 def remember(model: PreTrainedModel, plan: FusionPlan, options: dict) -> None:
-    """Write plan and options into the model's configuration; warns where they could not be restored from there."""
-    own = getattr(model, "restores_tofu", False)
-    taken = getattr(model.config, "quantization_config", None)
-    if not own and taken is not None and not _is_ours(taken):
-        warnings.warn(
-            f"{type(model).__name__} is fused, but a saved copy will not be: its quantization ({_method(taken)}) takes "
-            f"the place in config.json from which Transformers would restore the plan. Call apply_tofu after loading",
-            stacklevel=3,
-        )
-        return
-    record = {"ops": list(plan.ops), "counts": list(plan.counts), **options}
-    for config in (model.config, getattr(model.config, "vision_config", None)):
-        if config is not None:
-            config.tofu = dict(record)
-            if not own:
-                # An entry of config.json, not an object: `from_pretrained(folder, config=model.config)` reads it again.
-                config.quantization_config = {"quant_method": METHOD}
+    """Let the model save plan and options; warns where they could not be restored from what it saves."""
+    if not _warned_of_quantization(model):
+        model.save_pretrained = _SaveFused(model, {"ops": list(plan.ops), "counts": list(plan.counts), **options})
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Take what :func:`remember` wrote out of the configurations of a model and its parts."""
-    for config in _configs(model):
-        # Not delattr: a declared field stands in the class too, as None.
-        vars(config).pop("tofu", None)
-        if _is_ours(getattr(config, "quantization_config", None)):
-            del config.quantization_config
+    """Undo :func:`remember` in a model and its parts, and take out what a configuration read from a folder says."""
+    for part in model.modules():
+        if isinstance(vars(part).get("save_pretrained"), _SaveFused):
+            del part.save_pretrained
+    _clear(model)
+
+
+@contextmanager
+def saying(model: PreTrainedModel, record: dict | None) -> Iterator[None]:
+    """Inside, the model's configuration holds this plan, or none; before and after, what it held."""
+    own = getattr(model, "restores_tofu", False)
+    entries = {"tofu": record} if own else {"tofu": record, "quantization_config": {"quant_method": METHOD}}
+    configs = [vars(c) for c in (model.config, getattr(model.config, "vision_config", None)) if c is not None]
+    held = [{name: config[name] for name in entries if name in config} for config in configs]
+    try:
+        for config in configs:
+            for name, value in entries.items():
+                if record is not None:
+                    config[name] = dict(value)
+                elif name == "tofu" or _is_ours(config.get(name)):
+                    config.pop(name, None)
+        yield
+    finally:
+        for config, before in zip(configs, held, strict=True):
+            for name in entries:
+                config.pop(name, None)
+            config.update(before)
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Fuse a model as its configuration says, or make sure that the configuration says nothing.
+    """Fuse a loaded model as its configuration says, which says nothing of it from then on.
 
     Raises:
         ValueError: a plan that does not fit the model, an entry that is none.
     """
     record = getattr(model.config, "tofu", None)
     if record is None:
-        forget(model)
+        _clear(model)
         return
     try:
         plan, options = _read(record)
@@ -87,6 +103,25 @@ def restore(model: PreTrainedModel) -> None:
             f"the token fusion in the configuration does not fit this {type(model).__name__}: {error}. Load with "
             f"tofu=None to leave it out"
         ) from error
+    _clear(model)
+
+
+class _SaveFused:
+    """Stands in as ``save_pretrained`` of a fused model: the configuration holds the plan while it is written."""
+
+    def __init__(self, model: PreTrainedModel, record: dict) -> None:
+        self.model, self.record = model, record
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Of the method it stands in for."""
+        return inspect.signature(MethodType(type(self.model).save_pretrained, self.model))
+
+    def __call__(self, *args, **kwargs):
+        # Fusion may have been taken out of a part, and a quantization may have come since.
+        fused = is_fused(self.model) and not _warned_of_quantization(self.model)
+        with saying(self.model, self.record if fused else None):
+            return type(self.model).save_pretrained(self.model, *args, **kwargs)
 
 
 class TokenFusionConfig(QuantizationConfigMixin):
@@ -135,6 +170,28 @@ def _read(record) -> tuple[FusionPlan, dict]:
         raise ValueError(f"tofu must be an object with {', '.join(_PLAN)} and possibly {', '.join(_OPTIONS)}: {found}")
     options = {name: value for name, value in record.items() if name in _OPTIONS}
     return FusionPlan(tuple(record["ops"]), tuple(record["counts"])), options
+
+
+def _warned_of_quantization(model: PreTrainedModel) -> bool:
+    """Whether a real quantization leaves no place in config.json; then the user has been warned."""
+    taken = getattr(model.config, "quantization_config", None)
+    if getattr(model, "restores_tofu", False) or taken is None or _is_ours(taken):
+        return False
+    warnings.warn(
+        f"{type(model).__name__} is fused, but a saved copy will not be: its quantization ({_method(taken)}) takes the "
+        f"place in config.json from which Transformers would restore the plan. Call apply_tofu after loading",
+        stacklevel=4,
+    )
+    return True
+
+
+def _clear(model: PreTrainedModel) -> None:
+    """Take plans out of the configurations of a model and its parts."""
+    for config in _configs(model):
+        # Not delattr: a declared field stands in the class too, as None.
+        vars(config).pop("tofu", None)
+        if _is_ours(getattr(config, "quantization_config", None)):
+            del config.quantization_config
 
 
 def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:

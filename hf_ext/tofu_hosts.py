@@ -78,7 +78,7 @@ _WITH_BIAS = ("eager", "sdpa")
 
 
 class ConfiguredHost(FusionHost):
-    """What hosts of Transformers models share: the plan goes into the configuration."""
+    """What hosts of Transformers models share: the model saves the plan."""
 
     def remember(self, model, plan, options):
         remember(model, plan, options)

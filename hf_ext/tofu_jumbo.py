@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_ext.attention import JumboAttention
-from hf_ext.tofu_hosts import ConfiguredHost, check_takes_bias
-from hf_ext.trunk import Trunk
+from hf_ext.tofu_hosts import check_takes_bias
+from hf_ext.tofu_trunks import TrunkHost
 from jumbo_core.jumbo import JumboBlock, JumboEncoder
 from jumbo_core.tofu import register_host
 from jumbo_core.tofu.hosts import JumboHost
 
 
-class JumboModelHost(ConfiguredHost, JumboHost):
-    """JumboModel and the models with one as base model. Dense outputs as in :mod:`hf_ext.tofu_hosts`."""
+class JumboModelHost(TrunkHost, JumboHost):
+    """JumboModel and the models with one as base model."""
 
     supported = "hf_ext's JumboModel, JumboForImageClassification, JumboBackbone"
+    encoder_class = JumboEncoder
 
     def accepts(self, model: nn.Module) -> bool:
-        trunk = _trunk(model)
+        trunk = self.trunk(model)
         return trunk is not None and all(
             type(block).forward is JumboBlock.forward and isinstance(block.attn, JumboAttention)
             for block in trunk.encoder.blocks
@@ -29,15 +29,6 @@ class JumboModelHost(ConfiguredHost, JumboHost):
     def check_options(self, model, proportional, importance):
         if proportional:
             check_takes_bias(model.config)
-
-    def blocks(self, model):
-        return super().blocks(_trunk(model))
-
-    def prefix(self, model):
-        return super().prefix(_trunk(model))
-
-    def num_patches(self, model):
-        return super().num_patches(_trunk(model))
 
     def queries_and_keys(self, block):
         return block.attn.qkv, block.attn.qkv
@@ -55,26 +46,6 @@ class JumboModelHost(ConfiguredHost, JumboHost):
         if bias is not None:  # it may have been set since
             check_takes_bias(block.attn.attend.config)
         return super().attend(block, tokens, bias, jumbo_ffn, attn_mask)
-
-    def mlp_prefix(self, model):
-        return super().mlp_prefix(_trunk(model))
-
-    def dense_calls(self, model):
-        trunk = _trunk(model)
-        return [(trunk, "forward"), *super().dense_calls(trunk)]
-
-    def reads_maps(self, owner, options):
-        # A trunk is asked for block outputs, by feature maps and hidden states, or for the last tokens alone.
-        return not isinstance(owner, Trunk) or bool(options.get("record") or options.get("collect"))
-
-    def multiply_adds(self, model, before, after):
-        return super().multiply_adds(_trunk(model), before, after)
-
-
-def _trunk(model: nn.Module) -> Trunk | None:
-    """The JumboViT in one of our own models; None where there is none."""
-    trunk = getattr(model.base_model, "vit", None) if isinstance(model, PreTrainedModel) else None
-    return trunk if isinstance(trunk, Trunk) and isinstance(trunk.encoder, JumboEncoder) else None
 
 
 def _part_of_qkv(block: JumboBlock, output: torch.Tensor, part: int) -> torch.Tensor:

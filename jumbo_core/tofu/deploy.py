@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from jumbo_core.modes import evaluating
+from jumbo_core.tofu.outputs import first_output
 
 FORMATS = ("onnx", "pt2")
 TOLERANCE = 1e-4
@@ -51,7 +52,8 @@ def export_model(
     The file is exported in eval mode; the model stays as it is and works on, its fusion included.
 
     Args:
-        model: image model with one tensor as output, on the CPU.
+        model: image model on the CPU. The file gives one tensor: of several outputs the first, for Transformers'
+            models logits or the last hidden state.
         path: of the file, ending in .onnx or .pt2.
         images: (B, C, H, W), B at least 2, to trace with and to check with; H and W are the only size the file takes.
         format: "onnx" or "pt2" (torch.export). Default: what the ending of ``path`` says.
@@ -63,6 +65,7 @@ def export_model(
     Raises:
         ValueError: an unknown format, int8 with "pt2", fewer than 2 images, a file that differs beyond the tolerance
             (it is deleted).
+        TypeError: a model that gives no tensor first.
         ImportError: onnx, onnxscript or onnxruntime is missing.
     """
     path = Path(path)
@@ -74,6 +77,8 @@ def export_model(
     path.parent.mkdir(parents=True, exist_ok=True)
     with evaluating(model), torch.no_grad():
         expected = model(images)
+        if not isinstance(expected, torch.Tensor):
+            expected, model = first_output(expected), _FirstOutput(model)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             draft = Path(folder) / path.name
             example = images[: 2 if dynamic_batch else 1].contiguous()
@@ -116,6 +121,17 @@ def load_exported(path: str | Path) -> Callable[[torch.Tensor], torch.Tensor]:
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda images: torch.from_numpy(session.run(None, {name: images.numpy()})[0])
+
+
+class _FirstOutput(nn.Module):
+    """A model that gives several outputs, in eval mode, as one that gives the first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.training = model, False
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return first_output(self.model(images))
 
 
 def _format(path: Path, format: str | None) -> str:

@@ -58,12 +58,17 @@ def model_transform(model: nn.Module) -> Callable[[Image.Image], torch.Tensor]:
     A grey model (C = 1) that names a mean and a standard deviation for colours gets the average of each.
 
     Raises:
-        ValueError: C is neither 1 nor 3.
+        ValueError: C is neither 1 nor 3; a model without timm's ``pretrained_cfg``, which says how its images look.
     """
+    if not getattr(model, "pretrained_cfg", None):
+        raise ValueError(
+            f"{type(model).__name__} has no timm pretrained_cfg that says size, mean and deviation of its images: "
+            f"give transform=..., a function image -> tensor (C, H, W)"
+        )
     config, embed = resolve_model_data_config(model), getattr(model, "patch_embed", None)
     channels, *size = config["input_size"]
     # The model itself knows better: its arguments may differ from what its name stands for.
-    first = getattr(model, "pretrained_cfg", {}).get("first_conv")
+    first = model.pretrained_cfg.get("first_conv")
     if isinstance(first, str):
         channels = model.get_submodule(first).weight.shape[1]
     size = getattr(embed, "img_size", None) or size
@@ -155,7 +160,10 @@ def _check_folder(folder: Path) -> Path:
     if not isinstance(content, dict) or "architecture" not in content:
         kind = content.get("model_type") if isinstance(content, dict) else None
         hint = (
-            f"Transformers wrote it (model_type {kind!r}); load the model there and call profile_folder" if kind else ""
+            f"Transformers wrote it (model_type {kind!r}); load the model there and call profile_folder (of "
+            f"jumbo_core.tofu.profiling) with it and transform=..., the preprocessing of its images"
+            if kind
+            else ""
         )
         raise ValueError(f"{config} names no timm architecture" + (f": {hint}" if hint else ""))
     return folder

@@ -20,6 +20,7 @@ from jumbo_core.modes import evaluating
 from jumbo_core.tofu.apply import is_fused
 from jumbo_core.tofu.hosts import FusionHost, host_of
 from jumbo_core.tofu.importance import gradient_importance
+from jumbo_core.tofu.outputs import first_output
 from jumbo_core.tofu.plan import read_json
 
 PAIRS = 256  # token pairs measured per batch and block
@@ -114,11 +115,18 @@ def linearity_profile(
 
     Raises:
         TypeError: a model that no host knows.
-        ValueError: no batch, a batch of one, images of several sizes, a fused model.
+            A model whose first output is no tensor.
+        ValueError: no batch, a batch of one, images of several sizes, a fused model, one that was made under
+            ``torch.inference_mode()`` (calling this function there is fine).
     """
     steps, host = checks.integer("steps", steps, 2), host_of(model)
     if is_fused(model):
         raise ValueError("profile the model before it is fused; call remove_tofu(model) first")
+    if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "the profile needs gradients, and this model was made under torch.inference_mode(): make or load it "
+            "outside, or profile copy.deepcopy(model), copied outside"
+        )
     generator = torch.Generator().manual_seed(seed)
     straight, important, count, patches = [], [], 0, None
     with evaluating(model):
@@ -153,15 +161,14 @@ def _record(model, host: FusionHost, images, labels) -> tuple[list, list, list]:
             # Appended in the order the blocks run, each once per call.
             handles.append(host.mlp_norm(block).register_forward_pre_hook(lambda _, args: tokens.append(args[0])))
             handles.append(host.mlp(block).register_forward_pre_hook(lambda _, args: inputs.append(args[0].detach())))
-        with torch.enable_grad():
+        # A caller's inference mode is left meanwhile, and clones of what was made in it may be differentiated.
+        with torch.inference_mode(False), torch.enable_grad():
             # The input asks for gradients, so that a model whose parameters are all frozen has some too.
-            output = model(images.detach().clone().requires_grad_(True))
-            if not isinstance(output, torch.Tensor):
-                output = output[0]  # Transformers' models: logits or the last hidden state stand first
+            output = first_output(model(images.detach().clone().requires_grad_(True)))
             if labels is None:
                 loss = output.float().square().sum() / 2
             else:
-                loss = F.cross_entropy(output.float(), labels, reduction="sum")
+                loss = F.cross_entropy(output.float(), labels.clone(), reduction="sum")
             gradients = torch.autograd.grad(loss, tokens)
     finally:
         for handle in handles:

@@ -204,11 +204,15 @@ class FusionPlan:
 
 def read_json(source: str | Path, keys: Sequence[str], what: str) -> dict:
     """A JSON object with exactly ``keys``, from its text or from a file."""
-    text = source if isinstance(source, str) and source.lstrip().startswith("{") else Path(source).read_text()
-    content = json.loads(text)
+    given = isinstance(source, str) and source.lstrip().startswith("{")
+    where = f"the text of a {what}" if given else str(source)
+    try:
+        content = json.loads(source if given else Path(source).read_text(encoding="utf-8"))
+    except ValueError as error:  # of the encoding, where the file is no text
+        raise ValueError(f"{where} is no JSON: {error}. A {what} is read from what its to_json wrote") from None
     if not isinstance(content, dict) or set(content) != set(keys):
         found = sorted(content) if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"the JSON of a {what} is an object with the keys {sorted(keys)}, got {found}")
+        raise ValueError(f"{where}: the JSON of a {what} is an object with the keys {sorted(keys)}, got {found}")
     return content
 
 

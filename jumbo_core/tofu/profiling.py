@@ -88,12 +88,13 @@ def profile_folder(
         op: operator of the "uniform" preset. Default "mlerp".
         batches, batch_size, seed: of the images, see :class:`ImageBatches`. Default 8, 16, 0. The seed also chooses
             the token pairs of the profile.
-        transform: image -> (C, H, W). Default: what the model's timm data config says.
+        transform: image -> (C, H, W). Default: what the model's timm data config says; needed for a model without one.
         progress: put around the batches, for example ``tqdm``. Default: no progress bar.
 
     Raises:
         FileNotFoundError: no such folder, no image in it.
-        ValueError: a reduction out of reach, an image that cannot be read, an unknown preset or operator.
+        ValueError: a reduction out of reach, an image that cannot be read, an unknown preset or operator, no
+            ``transform`` for a model that is not timm's.
         TypeError: a model that no host knows.
     """
     if preset not in PRESETS:

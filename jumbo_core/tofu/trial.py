@@ -16,6 +16,7 @@ from jumbo_core.measure.turns import median_ms
 from jumbo_core.modes import evaluating
 from jumbo_core.tofu.apply import FusionReport, apply_tofu
 from jumbo_core.tofu.folder import ImageBatches, model_transform
+from jumbo_core.tofu.outputs import first_output
 from jumbo_core.tofu.plan import FusionPlan
 
 
@@ -80,14 +81,10 @@ def try_folder(
         for batch in loader if progress is None else progress(loader):
             batch = batch.to(next(model.parameters()).dtype)
             first = batch if first is None else first
-            plain, other = (_first(m(batch)).float() for m in (model, fused))
+            plain, other = (first_output(m(batch)).float() for m in (model, fused))
             same += (plain.argmax(-1) == other.argmax(-1)).sum().item()
             cosine += F.cosine_similarity(plain, other, dim=-1).sum().item()
         calls = {"unfused": lambda: model(first), "fused": lambda: fused(first)}
         ms = median_ms(calls, samples=len(first), repeats=repeats)
         report = handle.report()
     return Trial(report, loader.used, same / loader.used, cosine / loader.used, ms["unfused"], ms["fused"])
-
-
-def _first(output) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output[0]

@@ -249,7 +249,7 @@ def test_segmentation_head_on_a_fused_backbone():
         handle = apply_tofu(model, PLAN)
         fused = model(image).logits
     assert fused.shape == plain.shape == (2, 3, 32, 32) and not torch.equal(fused, plain)
-    assert handle.sizes().shape == (2, 8, 1) and "tofu" in model.config.to_dict()
+    assert handle.sizes().shape == (2, 8, 1)
 
 
 def test_mae_decoder_gets_every_visible_position():
@@ -305,11 +305,10 @@ def test_classifiers_and_what_leaves_no_trace(name, attention):
             assert is_fused(other) and torch.equal(other(**given).logits, fused)
             remove_tofu(other)
             assert torch.equal(other(**given).logits, plain)
-            assert "tofu" not in other.config.to_dict() or other.config.tofu is None
-        assert model.config.tofu["counts"] == [3, 2, 4]  # the copies took out their own
+        assert is_fused(model)  # the copies took out their own
         assert handle.remove() is model and not is_fused(model)
         assert torch.equal(model(**given).logits, plain)
-        assert model.config.__dict__.get("tofu") is None and not hasattr(model.config, "quantization_config")
+        assert "save_pretrained" not in vars(model) and not {"tofu", "quantization_config"} & vars(model.config).keys()
 
 
 @pytest.mark.parametrize("attention", ATTENTION)

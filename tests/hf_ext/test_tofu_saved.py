@@ -1,5 +1,7 @@
 """Token fusion in saved folders: the plan in config.json, restored by from_pretrained, left out, refused."""
 
+import copy
+import inspect
 import json
 import subprocess
 import sys
@@ -68,7 +70,7 @@ def test_stock_classes_restore_the_plan(cls, vit):
     assert not any(report.values()), report
     given = inputs(model)
     assert torch.equal(loaded(**given).logits, model(**given).logits)
-    assert loaded.config.tofu == RECORD and loaded.config.quantization_config == MARK
+    assert not {"tofu", "quantization_config"} & loaded.config.to_dict().keys()
     # Nothing of a quantized model: it is cast, trained and saved like any other.
     assert not hasattr(loaded, "hf_quantizer") and not hasattr(loaded, "quantization_method")
     assert not getattr(loaded, "is_quantized", False) and not hasattr(loaded.config, "_is_quantized")
@@ -95,7 +97,8 @@ def test_another_plan_while_loading(vit):
     _, folder = vit
     loaded = ViTForImageClassification.from_pretrained(folder, tofu={"ops": ["prune"] * 3, "counts": [1, 0, 0]})
     assert loaded(**inputs(loaded), output_attentions=False).logits.shape == (2, 5)
-    assert loaded.config.tofu["counts"] == [1, 0, 0] and loaded.config.tofu["proportional"] is False
+    record = saved(loaded, folder / "again")["tofu"]
+    assert record["counts"] == [1, 0, 0] and record["proportional"] is False
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -106,12 +109,11 @@ def test_loading_options(dtype, vit):
     assert {p.dtype for p in loaded.parameters()} == {dtype}
     assert loaded.config._attn_implementation == "eager"
     given = inputs(model)
-    in_hand = ViTForImageClassification.from_pretrained(folder, config=model.config)
-    from_file = ViTForImageClassification.from_pretrained(folder, config=AutoConfig.from_pretrained(folder))
-    again = ViTForImageClassification.from_pretrained(folder, config=in_hand.config)
-    for other in (in_hand, from_file, again):
-        assert torch.equal(other(**given).logits, model(**given).logits)
-    assert model.config.quantization_config == MARK  # loading did not change it
+    config = AutoConfig.from_pretrained(folder)
+    for _ in range(2):  # loading does not change it
+        from_file = ViTForImageClassification.from_pretrained(folder, config=config)
+        assert torch.equal(from_file(**given).logits, model(**given).logits)
+    assert not is_fused(ViTForImageClassification.from_pretrained(folder, config=model.config))
 
 
 def test_pipeline(vit):
@@ -170,7 +172,7 @@ def test_our_own_models(cls, tmp_path):
     config = saved(model, tmp_path)
     assert config["tofu"] == RECORD and "quantization_config" not in config
     loaded, _ = cls.from_pretrained(tmp_path, output_loading_info=True)
-    assert torch.equal(loaded(**given).logits, fused) and loaded.config.tofu == RECORD
+    assert torch.equal(loaded(**given).logits, fused) and saved(loaded, tmp_path / "again")["tofu"] == RECORD
     assert is_fused(JumboModel.from_pretrained(tmp_path)) and is_fused(JumboBackbone.from_pretrained(tmp_path))
     unfused = cls.from_pretrained(tmp_path, tofu=None)
     assert torch.equal(unfused(**given).logits, plain)
@@ -223,13 +225,78 @@ def test_real_quantization(vit, tmp_path):
     model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
     with pytest.warns(UserWarning, match=r"ViTForImageClassification is fused, but .* quantization \(bitsandbytes\)"):
         handle = apply_tofu(model, PLAN)
-    assert is_fused(model) and not hasattr(model.config, "tofu")
+    assert is_fused(model) and "tofu" not in saved(model, tmp_path)
     handle.remove()
     assert model.config.quantization_config.load_in_8bit  # not ours to remove
     own = JUMBO["jumbo"].make(JumboModel)
     own.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
     apply_tofu(own, PLAN)
-    assert own.config.tofu["counts"] == [3, 2, 4] and own.config.quantization_config.load_in_8bit
+    config = saved(own, tmp_path)
+    assert config["tofu"]["counts"] == [3, 2, 4] and config["quantization_config"]["load_in_8bit"]
+
+
+def test_quantized_since(tmp_path):
+    model = FAMILIES["vit"].make(ViTForImageClassification)
+    apply_tofu(model, PLAN)
+    model.config.quantization_config = BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.warns(UserWarning, match=r"a saved copy will not be: its quantization \(bitsandbytes\)"):
+        config = saved(model, tmp_path)
+    assert "tofu" not in config and config["quantization_config"]["load_in_8bit"]
+
+
+OWN = pytest.mark.parametrize("own", [False, True], ids=["vit", "jumbo"])
+
+
+@OWN
+def test_models_that_share_a_configuration(own, tmp_path):
+    """The plan is the fused model's alone: who else has the configuration, before or after, saves none."""
+    cls = JumboForImageClassification if own else ViTForImageClassification
+    fused = (JUMBO["jumbo"] if own else FAMILIES["vit"]).make(cls, num_labels=5)
+    before, as_it_was = cls(fused.config), fused.config.to_dict()
+    handle = apply_tofu(fused, PLAN)
+    after, other_plan = cls(fused.config), cls(fused.config)
+    apply_tofu(other_plan, FusionPlan.paper(3, 1))
+    assert fused.config is before.config is after.config and fused.config.to_dict() == as_it_was
+    for i, plain in enumerate((before, after)):
+        assert not is_fused(plain)
+        assert saved(plain, tmp_path / str(i)).keys().isdisjoint({"tofu", "quantization_config"})
+        assert not is_fused(cls.from_pretrained(tmp_path / str(i)))
+    before.set_attn_implementation("eager")  # reaches all of them, as ever
+    assert fused.config._attn_implementation == "eager"
+    assert saved(fused, tmp_path / "fused")["tofu"]["counts"] == [3, 2, 4]
+    handle.remove()
+    assert saved(other_plan, tmp_path / "other")["tofu"]["counts"] == [1, 1, 1]
+    assert is_fused(cls.from_pretrained(tmp_path / "other"))
+    assert "tofu" not in saved(fused, tmp_path / "removed")
+
+
+def test_copies_save_their_own_plan(vit):
+    model, folder = vit
+    other = copy.deepcopy(model)
+    remove_tofu(model)
+    assert "tofu" not in saved(model, folder / "removed") and saved(other, folder / "copy")["tofu"] == RECORD
+    assert inspect.signature(other.save_pretrained) == inspect.signature(model.save_pretrained)
+
+
+def test_fusion_taken_out_of_a_part(vit):
+    model, folder = vit
+    remove_tofu(model.vit)
+    assert not is_fused(model) and "tofu" not in saved(model, folder / "plain")
+
+
+@OWN
+def test_models_made_from_the_configuration_of_a_folder(own, tmp_path):
+    cls = JumboForImageClassification if own else ViTForImageClassification
+    fused = (JUMBO["jumbo"] if own else FAMILIES["vit"]).make(cls, num_labels=5)
+    apply_tofu(fused, PLAN)
+    saved(fused, tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    if not own:  # as documented
+        del config.tofu, config.quantization_config
+    model = AutoModelForImageClassification.from_config(config)
+    assert not is_fused(model) and "tofu" not in saved(model, tmp_path / "new")
+    assert not is_fused(cls.from_pretrained(tmp_path / "new"))
+    assert not own or config.tofu["counts"] == [3, 2, 4]  # saving left it alone
 
 
 def test_registering_again_changes_nothing():

@@ -104,7 +104,9 @@ def test_what_is_no_model(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"is no model folder: it has no config\.json"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
-    with pytest.raises(ValueError, match=r"names no timm architecture: Transformers wrote it \(model_type 'vit'\)"):
+    with pytest.raises(
+        ValueError, match=r"names no timm architecture: Transformers wrote it \(model_type 'vit'\).*transform="
+    ):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json is no JSON"):
@@ -121,6 +123,15 @@ def test_transform_follows_the_model(channels):
     assert white.shape == (channels, 32, 64) and white.eq(1).all()  # mean 0.5, deviation 0.5
     with pytest.raises(ValueError, match="images have 1 or 3 channels, the model wants 4"):
         model_transform(timm.create_model("test_vit", in_chans=4))
+
+
+def test_a_model_that_does_not_say_how_its_images_look(images):
+    model = JumboViT(32, 8, embed_dim=16, depth=2, num_heads=2, num_classes=3)
+    message = r"JumboViT has no timm pretrained_cfg .*: give transform=\.\.\., a function image -> tensor"
+    with pytest.raises(ValueError, match=message):
+        model_transform(model)
+    with pytest.raises(ValueError, match=message):
+        profile_folder(model, images)
 
 
 @pytest.mark.parametrize("name", ["test_vit", "test_jumbo"])

@@ -1,5 +1,7 @@
 """Linearity profile: what it measures, that it leaves no trace, JSON, plot, refusals."""
 
+import copy
+
 import pytest
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -156,3 +158,25 @@ def test_refusals():
     apply_tofu(model, FusionPlan.paper(3, 1))
     with pytest.raises(ValueError, match="before it is fused"):
         linearity_profile(model, [images])
+
+
+@pytest.mark.parametrize("made_inside", [False, True], ids=["outside", "inside"])
+def test_under_inference_mode(made_inside):
+    model, images, labels = vit(), torch.randn(2, 3, 32, 32), torch.tensor([0, 3])
+    expected = linearity_profile(model, [(images, labels)])
+    with torch.inference_mode():
+        batch = (images.clone(), labels.clone()) if made_inside else (images, labels)
+        assert batch[0].is_inference() == made_inside
+        assert linearity_profile(model, [batch]) == expected
+        assert torch.is_inference_mode_enabled()
+        born = vit()
+        with pytest.raises(ValueError, match=r"was made under torch\.inference_mode\(\): make or load it outside, or"):
+            linearity_profile(born, [images])
+    assert len(linearity_profile(copy.deepcopy(born), [images]).linearity) == 3  # the remedy named
+
+
+def test_a_model_that_gives_no_tensor():
+    model = vit()
+    model.forward = lambda x: {"logits": VisionTransformer.forward(model, x)}
+    with pytest.raises(TypeError, match="got a dict with 'logits'"):
+        linearity_profile(model, [torch.randn(2, 3, 32, 32)])

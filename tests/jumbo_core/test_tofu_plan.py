@@ -115,12 +115,26 @@ def test_json_round_trip(tmp_path, read):
         ('{"ops": ["prune"], "counts": [1], "extra": 1}', "got \\['counts', 'extra', 'ops'\\]"),
         ('{"ops": "prune", "counts": [1]}', "ops must be a list"),
         ('{"ops": ["prune"], "counts": [1.5]}', "must be an integer"),
-        ("{", "Expecting property name"),
+        ("{", "the text of a FusionPlan is no JSON: Expecting property name"),
     ],
 )
 def test_bad_json(text, message):
     with pytest.raises(ValueError, match=message):
         FusionPlan.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"\xff\xd8\xff\xe0 a photo", r"plan\.jpg is no JSON: 'utf-8' codec .* A FusionPlan is read from"),
+        (b"not this either", r"plan\.jpg is no JSON: Expecting value"),
+        (b"[1]", r"plan\.jpg: the JSON of a FusionPlan is an object with the keys .*, got list"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_named(content, message, tmp_path):
+    (tmp_path / "plan.jpg").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        FusionPlan.from_json(tmp_path / "plan.jpg")
 
 
 PLANS = [

@@ -3,8 +3,8 @@
     python -m benchmarks.tofu_onnx --data ../shared/data/vit_mnist --out docs/results/tofu_onnx.json [--quick]
 
 Accuracy is that of the trained MNIST ViT on the 9,500 images that benchmarks.tofu_mnist counts on, fused by the plan
-for 35 % less that a profile of the other 500 makes. Size and time are those of a ViT-B/16 at 224 pixels (random
-weights, one image, two threads, files taking turns), fused by a plan of the paper for as much. The seed's own case.
+for 35 % fewer token-layers that a profile of the other 500 makes. Size and time are those of a ViT-B/16 at 224 pixels
+(random weights, one image, files taking turns), fused by a plan of the paper for as much. The seed's own case.
 """
 
 from __future__ import annotations

@@ -41,12 +41,12 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from jumbo_core.tofu import FusionPlan, apply_tofu, is_fused, remove_tofu
+from jumbo_core.tofu.apply import OPTIONS
 
 __all__ = ["apply_tofu", "is_fused", "remove_tofu"]
 
 METHOD = "tofu"
 _PLAN = ("ops", "counts")
-_OPTIONS = tuple(p.name for p in inspect.signature(apply_tofu).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def remember(model: PreTrainedModel, plan: FusionPlan, options: dict) -> None:
@@ -165,10 +165,10 @@ def register() -> None:
 
 def _read(record) -> tuple[FusionPlan, dict]:
     """Plan and options of a configuration's ``tofu`` entry."""
-    if not isinstance(record, dict) or not set(_PLAN) <= set(record) <= {*_PLAN, *_OPTIONS}:
+    if not isinstance(record, dict) or not set(_PLAN) <= set(record) <= {*_PLAN, *OPTIONS}:
         found = sorted(record) if isinstance(record, dict) else repr(record)
-        raise ValueError(f"tofu must be an object with {', '.join(_PLAN)} and possibly {', '.join(_OPTIONS)}: {found}")
-    options = {name: value for name, value in record.items() if name in _OPTIONS}
+        raise ValueError(f"tofu must be an object with {', '.join(_PLAN)} and possibly {', '.join(OPTIONS)}: {found}")
+    options = {name: value for name, value in record.items() if name in OPTIONS}
     return FusionPlan(tuple(record["ops"]), tuple(record["counts"])), options
 
 

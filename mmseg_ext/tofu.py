@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from jumbo_core.tofu import FusedModel, FusionHost, FusionPlan, apply_tofu, register_host
+from jumbo_core.tofu.apply import OPTIONS
 from jumbo_core.tofu.compute import linear_weights, matching_multiply_adds
 from jumbo_core.tofu.hosts import _HOSTS, host_of
 
-_OPTIONS = ("plan", "proportional", "importance", "norm", "weights", "order")
 _PRESETS = {"paper": ("preset", "r"), "uniform": ("preset", "r", "op")}
 
 
@@ -43,9 +43,9 @@ def fuse(vit: nn.Module, tofu: Mapping[str, Any], depth: int) -> FusedModel:
     """
     if not isinstance(tofu, Mapping):
         raise TypeError(f"tofu must be a dict with 'plan' and options of apply_tofu, or None, got {tofu!r}")
-    unknown = sorted(set(tofu) - set(_OPTIONS))
+    unknown = sorted(set(tofu) - {"plan", *OPTIONS})
     if unknown or "plan" not in tofu:
-        raise ValueError(f"tofu needs 'plan' and knows {', '.join(_OPTIONS[1:])} beside it, got {sorted(tofu)}")
+        raise ValueError(f"tofu needs 'plan' and knows {', '.join(OPTIONS)} beside it, got {sorted(tofu)}")
     plan = plan_of(tofu["plan"], depth)
     if len(plan.ops) != depth:
         raise ValueError(f"the plan is for {len(plan.ops)} blocks, the backbone has {depth}")

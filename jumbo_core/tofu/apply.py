@@ -5,6 +5,7 @@ Source: ToFu (arXiv 2312.01026): r tokens leave between the attention and the ML
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -185,6 +186,10 @@ def apply_tofu(
         setattr(owner, name, DenseCall(owner, name, host, run))
     host.remember(model, plan, options)
     return FusedModel(model, plan, host, run)
+
+
+# What apply_tofu may be told beside model and plan, for configurations that name these options.
+OPTIONS = tuple(p.name for p in inspect.signature(apply_tofu).parameters.values() if p.kind is p.KEYWORD_ONLY)
 
 
 def is_fused(model: nn.Module) -> bool:

@@ -25,8 +25,8 @@ def make(variant="adventurer", cls=AdventurerForImageClassification, **options):
 
 def core_of(model) -> AdventurerViT:
     core = AdventurerViT(num_classes=model.config.num_labels, **model.config.core_arguments()).eval()
-    core.load_state_dict(model.adventurer.vit.state_dict(), strict=False)
-    core.head.load_state_dict(model.classifier.state_dict())
+    head = {f"head.{name}": tensor for name, tensor in model.classifier.state_dict().items()}
+    core.load_state_dict({**model.adventurer.vit.state_dict(), **head})
     return core
 
 

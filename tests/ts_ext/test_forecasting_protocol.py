@@ -63,7 +63,7 @@ def test_borders():
 )
 def test_windows(name, rows, horizon, counts):
     values, ends = np.arange(rows, dtype=np.float32)[:, None].repeat(2, axis=1), borders(name, rows)
-    for start, stop, count in zip(ends, ends[1:], counts, strict=False):
+    for start, stop, count in zip(ends[:-1], ends[1:], counts, strict=True):
         x, y = windows(values, start, stop, horizon)
         assert x.shape == (count, 2, LOOK_BACK) and y.shape == (count, 2, horizon)
         assert y.min() == max(start, LOOK_BACK) and y.max() == stop - 1  # targets fill the part and never leave it

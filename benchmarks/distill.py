@@ -216,6 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a few minutes: fewer photos and epochs, one seed")
     parser.add_argument("--workers", type=int, default=2, help="students at a time, each on its share of the cores")
+    parser.add_argument("--student-photos", type=int, help="photos that students see (default 1000)")
+    parser.add_argument("--epochs", type=int, nargs=2, metavar=("DISTILLING", "LABELS"), help="default 45 15")
     options = outputs.parse(parser, "distill", arguments)
 
     settings = dict(
@@ -228,6 +230,12 @@ def main(arguments: list[str] | None = None) -> None:
             train_photos=4000, held_out=1000, student_photos=1000, test_photos=1000, seeds=[0], teacher_epochs=3,
             distill_epochs=1, finetune_epochs=1,
         )  # fmt: skip
+    if min(options.student_photos or 1, *(options.epochs or [1])) < 1 or options.student_photos == 0:
+        parser.error(f"--student-photos {options.student_photos} and --epochs {options.epochs}: at least 1 each")
+    if options.student_photos is not None:
+        settings["student_photos"] = options.student_photos
+    if options.epochs is not None:
+        settings["distill_epochs"], settings["finetune_epochs"] = options.epochs
     models = options.models or outputs.work_dir(options.out)
     file = ResultFile(options.out, settings)
     teacher = file.run("teacher", lambda: train_teacher(settings, options.data, models))

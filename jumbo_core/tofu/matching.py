@@ -5,6 +5,8 @@ Source: ToMe (arXiv 2210.09461) and its released code; ToFu (arXiv 2312.01026) u
 
 from __future__ import annotations
 
+import math
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -67,7 +69,7 @@ def match(
         raise ValueError(f"keys must be (B, N, D) or (B, H, N, D), got {tuple(keys.shape)}")
     keys = keys.to(torch.promote_types(keys.dtype, torch.float32))
     if keys.ndim == 4:
-        keys = keys.mean(1)
+        keys = keys.sum(1)  # the direction of the mean, which is all that a cosine reads
     batch, tokens, _ = keys.shape
     r, protected = checks.integer("r", r, 0), checks.integer("protected", protected, 0)
     if order not in ORDERS:
@@ -89,7 +91,7 @@ def match(
 
     first_source = protected + protected % 2
     first_destination = protected + 1 - protected % 2
-    with torch.autocast(keys.device.type, enabled=False):
+    with _no_autocast(keys.device.type):
         unit = F.normalize(keys, dim=-1)
         cosine = unit[:, first_source::2] @ unit[:, first_destination::2].transpose(1, 2)  # (B, sources, destinations)
     nearest = cosine.argmax(-1)  # argmax promises the first of equals, max does not
@@ -112,12 +114,12 @@ def _settle(
 ) -> Matching:
     """The matching of these edges, each (B, r): who is kept and where everyone stands."""
     position = torch.arange(tokens, device=sources.device).expand(sources.shape[0], tokens)
-    leaves = torch.zeros_like(position).scatter(1, sources, 1)
-    rank = _rank(1 - leaves, protected, order)
+    stays = torch.ones_like(position).scatter_(1, sources, 0)
+    rank = _rank(stays, protected, order)
     kept_count = tokens - sources.shape[1]
     # Scattered rather than sorted: tokens that leave all write to one extra slot, which is cut off.
-    slot = torch.where(leaves.bool(), kept_count, rank)
-    kept = position.new_zeros(position.shape[0], kept_count + 1).scatter(1, slot, position)[:, :kept_count]
+    slot = rank.scatter(1, sources, kept_count)
+    kept = position.new_empty(position.shape[0], kept_count + 1).scatter_(1, slot, position)[:, :kept_count]
     place = rank.gather(1, position.scatter(1, sources, destinations))
     return Matching(sources, destinations, kept, place, tokens)
 
@@ -147,8 +149,13 @@ def _first(values: torch.Tensor, r: int, *, largest: bool) -> torch.Tensor:
     return values.argsort(dim=1, descending=largest, stable=True)[:, :r]
 
 
+def _no_autocast(device_type: str) -> AbstractContextManager:
+    """Autocast off; nothing to enter where it is off already, for entering costs as much as an operation."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
 def _check_finite(name: str, values: torch.Tensor) -> None:
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return
-    if not values.sum(dtype=torch.float64).isfinite():  # a sum passes NaN and infinity on
+    if not math.isfinite(values.sum(dtype=torch.float64)):  # a sum passes NaN and infinity on
         raise ValueError(f"{name} must be finite, got NaN or infinite values: tokens cannot be ranked by them")

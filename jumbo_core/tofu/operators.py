@@ -78,11 +78,13 @@ def fuse(
     index = torch.cat([_flat(matching.destinations, tokens.shape[1]), _flat(matching.sources, tokens.shape[1])])
     ends = tokens.flatten(0, 1).index_select(0, index).to(dtype)  # (2 B r, D)
     alike = op == "mlerp" and weights is None
-    if alike:
-        weight = ends.new_ones(index.shape[0], 1)
-    else:
+    weight = total = None
+    if not alike:
         weight = (sizes if weights is None else weights.to(dtype)).reshape(-1, 1).index_select(0, index)
-    total = _sum(weight, rows)
+    elif norm != "max":
+        weight = ends.new_ones(index.shape[0], 1)
+    if weight is not None:
+        total = _sum(weight, rows)
     if weights is not None:
         weight = torch.where((total == 0).index_select(0, rows).repeat(2, 1), 1, weight)
         total = _sum(weight, rows)
@@ -93,7 +95,8 @@ def fuse(
     else:
         lengths = ends.norm(dim=-1, keepdim=True)
         stays, own, joining = ends[:edges], lengths[:edges], lengths[edges:]
-        reach = _sum(lengths * weight, rows)  # length of the sum if all members pointed the same way
+        # Length of the sum if all members pointed the same way.
+        reach = _sum(lengths if alike else lengths * weight, rows)
         if norm == "max":
             target = own.scatter_reduce(0, rows.unsqueeze(-1), joining, "amax")
         else:
@@ -170,7 +173,9 @@ def _sum(ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def _flat(index: torch.Tensor, rows: int) -> torch.Tensor:
     """Index (B, K) into B times ``rows`` rows -> (B*K,) into all of them."""
-    start = torch.arange(index.shape[0], device=index.device).unsqueeze(1) * rows
+    if index.shape[0] == 1:
+        return index.flatten()
+    start = torch.arange(0, index.shape[0] * rows, rows, device=index.device).unsqueeze(1)
     return (index + start).flatten()
 
 

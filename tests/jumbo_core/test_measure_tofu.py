@@ -22,9 +22,9 @@ def _threads():
 
 def test_measure():
     result = tofu.measure(model=SMALL, r=8, batches=(2, 1), repeats=2, threads=1)
-    names = [tofu.PLAIN, tofu.AGAIN, *tofu.plans(6, 8)]
+    names = [tofu.PLAIN, tofu.AGAIN, tofu.BOUND, *tofu.plans(6, 8)]
     assert [(row["batch"], row["plan"]) for row in result["rows"]] == [(b, n) for b in (2, 1) for n in names]
-    unfused, again, nothing, *fused = result["rows"][:8]
+    unfused, again, bound, nothing, *fused = result["rows"][:9]
     assert "time_saved" not in unfused
     for row in (again, nothing):
         assert row["GMAC"] == unfused["GMAC"] and "multiply_adds_saved" not in row and "time_saved" in row
@@ -33,8 +33,27 @@ def test_measure():
             row["time_saved"]["median"] / row["multiply_adds_saved"], abs=0.01
         )
         assert 0 < row["matching_and_fusing"] < 1
-    assert {row["multiply_adds_saved"] for row in fused} == {fused[0]["multiply_adds_saved"]}
-    assert tofu.table(result).count("\n") == 1 + 16
+        assert row["kept_of_the_possible"] == pytest.approx(
+            row["time_saved"]["median"] / bound["time_saved"]["median"], abs=0.01
+        )
+    assert "matching_and_fusing" not in bound
+    assert {row["multiply_adds_saved"] for row in [bound, *fused]} == {fused[0]["multiply_adds_saved"]}
+    assert tofu.table(result).count("\n") == 1 + 18
+
+
+def test_tokens_cut_off_are_those_that_a_plan_without_choice_would_leave():
+    """Every block hands on as many tokens as under the plan, and computes what it does on them alone."""
+    model, images = timm.create_model(SMALL).eval(), torch.randn(2, 3, 160, 160)
+    plan, seen = FusionPlan(("prune",) * 6, (5, 0, 7, 0, 0, 3)), []
+    hooks = [block.mlp.register_forward_hook(lambda m, i, out: seen.append(out.shape[1])) for block in model.blocks]
+    short = tofu.cut_off(model, images, plan)
+    prefix = model.num_prefix_tokens
+    assert [count - prefix for count in seen] == [95, 95, 88, 88, 88, 85]
+    assert not torch.equal(short, tofu.cut_off(model, images, FusionPlan.uniform(6, 0, "prune")))
+    for hook in hooks:
+        hook.remove()
+    with torch.inference_mode():
+        torch.testing.assert_close(tofu.cut_off(model, images, FusionPlan.uniform(6, 0, "prune")), model(images))
 
 
 def test_multiply_adds_of_the_whole_model():
@@ -100,5 +119,5 @@ def test_command(tmp_path, capsys, monkeypatch):
     out = tmp_path / "new" / "tofu.json"
     command.main(["tofu", "--batch", "3", "-r", "5", "--threads", "1", "--repeats", "4", "--out", str(out)])
     assert asked == {"batches": [3], "r": 5, "threads": 1, "repeats": 4}
-    table = "| 3 | paper | 1.00 | 2 | - | - | - | - |"
+    table = "| 3 | paper | 1.00 | 2 | - | - | - | - | - |"
     assert table in capsys.readouterr().out and table in json.loads(out.read_text())["table"]

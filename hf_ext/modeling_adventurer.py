@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 from transformers import initialization
 
@@ -32,13 +31,8 @@ class AdventurerPreTrainedModel(VisionPreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, Mamba2Mixer):
-            # The mixer's own rule writes past the host's guards: what a checkpoint has filled is put back.
-            own = dict(module.named_parameters(recurse=False))
-            filled = {n: p.detach().clone() for n, p in own.items() if getattr(p, "_is_hf_initialized", False)}
-            module.reset_decay()
-            with torch.no_grad():
-                for name, value in filled.items():
-                    own[name].copy_(value)
+            # The mixer's own rule writes past the host's guards: what a checkpoint has filled stays.
+            module.reset_decay(keep=lambda parameter: getattr(parameter, "_is_hf_initialized", False))
         elif isinstance(module, GatedRMSNorm):
             initialization.ones_(module.weight)
         else:

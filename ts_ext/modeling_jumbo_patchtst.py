@@ -55,13 +55,8 @@ class JumboPatchTSTPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """The rule of jumbo_core, through functions that leave tensors alone which a checkpoint has filled."""
         if isinstance(module, Mamba2Mixer):
-            # The mixer's own rule writes past the host's guards: what a checkpoint has filled is put back.
-            own = dict(module.named_parameters(recurse=False))
-            filled = {n: p.detach().clone() for n, p in own.items() if getattr(p, "_is_hf_initialized", False)}
-            module.reset_decay()
-            with torch.no_grad():
-                for name, value in filled.items():
-                    own[name].copy_(value)
+            # The mixer's own rule writes past the host's guards: what a checkpoint has filled stays.
+            module.reset_decay(keep=lambda parameter: getattr(parameter, "_is_hf_initialized", False))
         elif isinstance(module, nn.Linear):
             if self.config.init == "short" and any(module is f.fc2 for f in self.modules() if isinstance(f, JumboFFN)):
                 initialization.zeros_(module.weight)

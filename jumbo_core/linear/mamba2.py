@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -96,13 +97,22 @@ class Mamba2Mixer(nn.Module):
         self.out_proj = nn.Linear(self.inner, dim, bias=False)
         self.reset_decay()
 
-    def reset_decay(self) -> None:
-        """Mamba-2's start: A in [1, 16], step sizes log-uniform in [0.001, 0.1], skip weights 1."""
+    def reset_decay(self, keep: Callable[[torch.Tensor], bool] = lambda parameter: False) -> None:
+        """Mamba-2's start: A in [1, 16], step sizes log-uniform in [0.001, 0.1], skip weights 1.
+
+        ``keep``: of the three parameters, which to leave as they are, say because a file has filled them. Default none.
+        """
         with torch.no_grad():
-            self.A_log.uniform_(1, 16).log_()
+            a = torch.empty_like(self.A_log).uniform_(1, 16)
             dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp_().clamp_(min=1e-4)
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # softplus of it is dt
-            self.D.fill_(1)
+            start = {
+                self.A_log: a.log(),
+                self.dt_bias: dt + torch.log(-torch.expm1(-dt)),  # softplus of it is dt
+                self.D: torch.ones_like(self.D),
+            }
+            for parameter, value in start.items():
+                if not keep(parameter):
+                    parameter.copy_(value)
 
     def forward(
         self,

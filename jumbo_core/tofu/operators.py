@@ -75,7 +75,7 @@ def fuse(
     rows, groups, edges = _flat(row, r), _flat(group, matching.kept.shape[1]), row.numel()
 
     # One gather brings the two ends of every edge, destinations first.
-    index = torch.cat([_flat(matching.destinations, tokens.shape[1]), _flat(matching.sources, tokens.shape[1])])
+    index = _flat(torch.stack([matching.destinations, matching.sources]), tokens.shape[1])
     ends = tokens.flatten(0, 1).index_select(0, index).to(dtype)  # (2 B r, D)
     alike = op == "mlerp" and weights is None
     weight = total = None
@@ -105,7 +105,7 @@ def fuse(
             members, reach = members / torch.where(lengths > 0, lengths, 1), total
         summed = _sum(members, rows)
         length = summed.norm(dim=-1, keepdim=True)
-        vanishes = length <= 8 * torch.finfo(dtype).eps * reach
+        vanishes = length <= reach * (8 * torch.finfo(dtype).eps)
         direction, length = torch.where(vanishes, stays, summed), torch.where(vanishes, own, length)
         fused = direction * (target / torch.where(length > 0, length, 1))
     if tokens.dtype != dtype:
@@ -115,7 +115,7 @@ def fuse(
     count = matching.kept.numel()
     kept = _flat(matching.kept, tokens.shape[1])
     slot = torch.where((row == number).flatten(), groups, count)
-    out = tokens.flatten(0, 1).index_select(0, torch.cat([kept, kept.new_zeros(1)])).index_copy_(0, slot, fused)
+    out = tokens.flatten(0, 1).index_select(0, torch.cat([kept, kept[:1]])).index_copy_(0, slot, fused)
     sizes = sizes.reshape(-1, 1)
     left = sizes.index_select(0, kept).index_add(0, groups, sizes.index_select(0, index[edges:]))
     return out[:count].unflatten(0, matching.kept.shape), left.unflatten(0, matching.kept.shape)
@@ -172,10 +172,10 @@ def _sum(ends: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(index: torch.Tensor, rows: int) -> torch.Tensor:
-    """Index (B, K) into B times ``rows`` rows -> (B*K,) into all of them."""
-    if index.shape[0] == 1:
+    """Index (…, B, K) into B times ``rows`` rows -> (…*B*K,) into all of them."""
+    if index.shape[-2] == 1:
         return index.flatten()
-    start = torch.arange(0, index.shape[0] * rows, rows, device=index.device).unsqueeze(1)
+    start = torch.arange(0, index.shape[-2] * rows, rows, device=index.device).unsqueeze(1)
     return (index + start).flatten()
 
 

@@ -108,6 +108,15 @@ def test_initial_decay_is_mamba2s():
     assert torch.equal(mixer.D, torch.ones(128))
 
 
+def test_initial_decay_keeps_what_it_is_told_to():
+    mixer = Mamba2Mixer(64, d_state=16, head_dim=32)
+    with torch.no_grad():
+        for parameter in (mixer.A_log, mixer.dt_bias, mixer.D):
+            parameter.fill_(7)
+    mixer.reset_decay(keep=lambda parameter: parameter is mixer.dt_bias)
+    assert mixer.dt_bias.eq(7).all() and mixer.D.eq(1).all() and not mixer.A_log.eq(7).any()
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

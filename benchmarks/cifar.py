@@ -13,9 +13,7 @@ import argparse
 import io
 import os
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +21,9 @@ import pandas as pd
 import torch
 from PIL import Image
 from torch.nn import functional as F
-from tqdm import tqdm
 
 from benchmarks import outputs
+from benchmarks.pool import run_jobs
 from jumbo_core.measure import ResultFile, count_parameters, markdown_table, mean_spread, multiply_adds
 
 HELD_OUT = 2000
@@ -142,19 +140,13 @@ def train(
 
 def run_all(jobs: list[tuple], file: ResultFile, settings: dict, arguments: argparse.Namespace) -> None:
     """Run the jobs that the file lacks, ``arguments.workers`` at a time, saving each as it ends."""
-    todo = [job for job in jobs if name_of(*job) not in file.runs]
-    if not todo:
-        return
     threads = max(1, (os.cpu_count() or 1) // arguments.workers)
-    with ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(train, *job, settings, arguments.data, threads) for job in todo]
-        for future in tqdm(as_completed(futures), total=len(todo), desc="training runs", unit="run"):
-            result = future.result()
-            file.run(name_of(*(result[key] for key in ("contender", "width", "lr", "seed"))), lambda r=result: r)
-            tqdm.write(
-                f"{result['contender']}, D={result['width']}, lr {result['lr']:g}, seed {result['seed']}: held-out "
-                f"{result['held_out']:.2f} %, test {result['test']:.2f} %, {result['seconds']:.0f} s"
-            )
+    run_jobs(
+        {name_of(*job): (train, *job, settings, arguments.data, threads) for job in jobs},
+        file,
+        arguments.workers,
+        lambda name, r: f"{name}: held-out {r['held_out']:.2f} %, test {r['test']:.2f} %, {r['seconds']:.0f} s",
+    )
 
 
 def name_of(contender: str, width: int, lr: float, seed: int) -> str:

@@ -18,16 +18,14 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from tqdm import tqdm
 
 from benchmarks import outputs
 from benchmarks.cifar import HELD_OUT, Photos, load
+from benchmarks.pool import run_jobs
 from jumbo_core.measure import ResultFile, count_parameters, markdown_table, mean_spread
 
 KINDS = {"Adventurer": 0, "Jumbo-linear J=4": 4}  # multiplier
@@ -244,13 +242,13 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{options.out} tells of a teacher, but {models / 'teacher'} is gone: give --models or delete it")
     threads = max(1, (os.cpu_count() or 1) // options.workers)
     for seed in settings["seeds"]:  # every recipe has a seed more before any has two: an interrupted file stays fair
-        jobs = [(k, r, seed) for k in KINDS for r in RECIPES if name_of(k, r, seed) not in file.runs]
-        with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-            futures = [pool.submit(train_student, *job, settings, options.data, str(models), threads) for job in jobs]
-            for future in tqdm(as_completed(futures), total=len(jobs), desc=f"students, seed {seed}", unit="run"):
-                result = future.result()
-                file.run(name_of(result["kind"], result["recipe"], seed), lambda r=result: r)
-                tqdm.write(f"{result['kind']}, {result['recipe']}, seed {seed}: {result['test']:.2f} %")
+        jobs = [(kind, recipe, seed) for kind in KINDS for recipe in RECIPES]
+        run_jobs(
+            {name_of(*job): (train_student, *job, settings, options.data, str(models), threads) for job in jobs},
+            file,
+            options.workers,
+            lambda name, run: f"{name}: {run['test']:.2f} %",
+        )
         rows = summarise(file, settings)
         file.save(summary=rows, table=table(rows, settings))
     print(table(summarise(file, settings), settings))

@@ -7,22 +7,36 @@ from torch import nn
 from torch.nn import functional as F
 
 from ts_ext import JumboPatchTST
+from ts_ext.heads import ForecastHead
+from ts_ext.trunk import Encoded
 
 # PatchTST's small width, which it uses for ETTh1.
 SIZE = dict(patch_len=16, stride=8, d_model=16, n_layers=3, n_heads=4, d_ff=128, dropout=0.3)
 SMOOTHING = 25  # steps of DLinear's moving average
 JUMBO = {"JumboPatchTST J=6": dict(multiplier=6), "ViT + 16 registers": dict(multiplier=0, registers=16)}
 MODELS = [*JUMBO, "tsai PatchTST", "Transformers PatchTST", "DLinear"]
+# Of ``benchmarks.forecasting_ablation``; ``reads``: see PatchesAlone.
+VARIANTS = {
+    "J=2": dict(multiplier=2),
+    "Jumbo FFN ratio 1": dict(multiplier=6, jumbo_mlp_ratio=1.0),
+    "own Jumbo FFN in each block": dict(multiplier=6, share_jumbo_ffn=False),
+    "head reads the patches alone": dict(multiplier=6, reads="patches"),
+}
 
 
 def build(name: str, channels: int, look_back: int, horizon: int) -> nn.Module:
-    """A fresh model of :data:`MODELS`; its weights come from torch's global generator.
+    """A fresh model of :data:`MODELS` or :data:`VARIANTS`; its weights come from torch's global generator.
 
     Raises:
         ValueError: an unknown name.
     """
-    if name in JUMBO:
-        return JumboPatchTST(channels, channels, look_back, horizon, **SIZE, **JUMBO[name])
+    if name in JUMBO or name in VARIANTS:
+        options = {**JUMBO, **VARIANTS}[name]
+        own = {key: value for key, value in options.items() if key != "reads"}
+        model = JumboPatchTST(channels, channels, look_back, horizon, **SIZE, **own)
+        if "reads" in options:
+            model.head = PatchesAlone(model)
+        return model
     if name == "tsai PatchTST":
         from tsai.models.PatchTST import PatchTST
 
@@ -31,7 +45,21 @@ def build(name: str, channels: int, look_back: int, horizon: int) -> nn.Module:
         return TransformersPatchTST(channels, look_back, horizon)
     if name == "DLinear":
         return DLinear(look_back, horizon)
-    raise ValueError(f"unknown model {name!r}; there are: {', '.join(MODELS)}")
+    raise ValueError(f"unknown model {name!r}; there are: {', '.join([*MODELS, *VARIANTS])}")
+
+
+class PatchesAlone(ForecastHead):
+    """The forecast head without the J slices: of ``model``'s shape, it reads the N patches flattened."""
+
+    def __init__(self, model: JumboPatchTST) -> None:
+        super().__init__(model, model.head.shape, model.head.channels)
+        encoder = model.series.encoder
+        self.in_features -= encoder.num_global_tokens * encoder.dim
+        self.weight = nn.Parameter(self.weight.detach()[:, -self.in_features :].clone())
+
+    def forward(self, encoded: Encoded, revin: nn.Module | None) -> torch.Tensor:
+        tokens = encoded.tokens
+        return super().forward(encoded._replace(tokens=tokens._replace(jumbo=tokens.jumbo[:, :0])), revin)
 
 
 class TransformersPatchTST(nn.Module):

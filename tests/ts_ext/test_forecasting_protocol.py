@@ -26,10 +26,13 @@ from benchmarks.forecasting import (
     settings,
     summarise,
     tables,
+    time_epoch,
+    timing_of,
     train,
     windows,
 )
-from benchmarks.series_models import MODELS, SIZE, SMOOTHING, DLinear, build
+from benchmarks.forecasting_ablation import PUBLISHED, read_result, table
+from benchmarks.series_models import MODELS, SIZE, SMOOTHING, VARIANTS, DLinear, build
 from jumbo_core.measure.report import ResultFile
 
 TINY = dict(horizons=[96], epochs=1, batch_size=32, window_stride=30, valid_stride=300, rates=[1e-3, 1e-2], seeds=[0])
@@ -206,6 +209,8 @@ def filled(path, plan, valid) -> ResultFile:
                             seconds_per_epoch=1.0,
                         )  # fmt: skip
                         file.run(job.name, lambda r=run: r)
+    for i, model in enumerate(MODELS):
+        file.run(timing_of(model), lambda s=20.5 + i: dict(seconds_per_epoch=s))
     return file
 
 
@@ -214,7 +219,7 @@ def test_the_rate_is_chosen_on_validation_at_the_first_horizon_and_seed(tmp_path
     file = filled(tmp_path / "r.json", plan, {1e-3: 0.5, 1e-2: 0.2})
     assert chosen_rate(file, plan, "ETTh1", "DLinear") == 1e-2
     for name, run in file.runs.items():  # other horizons, seeds and test errors have no say
-        if NAIVE not in name and not ("H=96" in name and name.endswith("seed=0")):
+        if "valid_mse" in run and not ("H=96" in name and name.endswith("seed=0")):
             run["valid_mse"] = -run["valid_mse"]
         run["mse"] = 0.0 if "rate=0.001" in name else 9.0
     assert chosen_rate(file, plan, "ETTh1", "DLinear") == 1e-2
@@ -233,7 +238,51 @@ def test_summary_and_tables(tmp_path):
     text = tables(rows, file, plan)
     assert "**1.000** / 0.900" in text and "1.300 ± 0.707 / **0.500**" in text
     assert "| mean rank |" in text and "JumboPatchTST J=6 | 0.01, 0.01, FFN x 0.3" in text
-    assert "24 hours" in text and "the last value" in text
+    assert "24 hours" in text and "the last value" in text and f"| {20.5 + len(MODELS) - 1} |" in text
+
+
+def test_seconds_of_an_epoch_are_measured_in_a_run_of_their_own(series):
+    assert 0 < time_epoch("DLinear", series, TINY)["seconds_per_epoch"] < 600
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_forecast(name):
+    model = build(name, 2, 64, 8).eval()
+    x = torch.randn(3, 2, 64)
+    forecast = model(x)
+    assert forecast.shape == (3, 2, 8)
+    with torch.no_grad():
+        encoded = model.encode(x)
+        blind = encoded._replace(tokens=encoded.tokens._replace(jumbo=torch.zeros_like(encoded.tokens.jumbo)))
+        same = torch.equal(model.head(blind, model.revin), model.head(encoded, model.revin))
+    assert same == ("alone" in name)
+    forecast.sum().backward()
+    assert model.head.weight.grad.abs().sum() > 0
+
+
+def test_ablation_takes_a_finished_result_of_the_same_settings(series, tmp_path):
+    wanted = settings(FULL, series)
+    with pytest.raises(FileNotFoundError, match="RESULT is the file that"):
+        read_result(tmp_path / "r.json", wanted)
+    file = ResultFile(tmp_path / "r.json", wanted)
+    file.save()
+    with pytest.raises(ValueError, match="of an unfinished run"):
+        read_result(tmp_path / "r.json", wanted)
+    file.save(table="")
+    assert read_result(tmp_path / "r.json", wanted)["runs"] == {}
+    with pytest.raises(ValueError, match="of other settings"):
+        read_result(tmp_path / "r.json", settings(QUICK, series))
+
+
+def test_ablation_table_compares_means_over_seeds(tmp_path):
+    plan = dict(TINY, seeds=[0, 1])
+    file = ResultFile(tmp_path / "r.json", {})
+    for data in SETS:
+        for i, model in enumerate([PUBLISHED, *VARIANTS]):
+            for seed in plan["seeds"]:
+                file.run(Job(data, 96, model, 1e-3, seed).name, lambda v=1 + i / 10 + seed: dict(mse=v))
+    text = table(file, plan, dict.fromkeys(SETS, 1e-3))
+    assert "| ETTh1 | 96 | 1.500 ± 0.707 | 1.600 ± 0.707 |" in text and "| - | +6.7 % | +13.3 % |" in text
 
 
 def test_finished_runs_are_not_run_again(tmp_path):

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from timm.layers import Attention, DropPath, LayerScale, Mlp
+from timm.layers import Attention, DropPath, LayerScale
 from torch import nn
 
+from jumbo_core.jumbo.mlp import TightMlp, eager_inference
 from jumbo_core.jumbo.token import join_slices, split_slices
 
 
@@ -58,7 +59,7 @@ class JumboBlock(nn.Module):
         self.attn = attn_layer(dim, num_heads=num_heads, qkv_bias=True, attn_drop=attn_drop, proj_drop=proj_drop)
         self.ls1 = scale(dim)
         self.norm2 = norm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
+        self.mlp = TightMlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.ls2 = scale(dim)
         if multiplier:
             self.norm3 = norm(dim * multiplier)
@@ -89,7 +90,7 @@ class JumboBlock(nn.Module):
         rest_update = self.drop_path(self.ls2(self.mlp(self.norm2(rest))))
         slices_update = split_slices(g, self.multiplier)  # (B, J*D) -> (B, J, D)
 
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if not eager_inference():
             return torch.cat([slices + slices_update, rest + rest_update], dim=1)
         # x is the first half's own result and nobody else holds it, so both parts are updated where they lie.
         slices.add_(slices_update)

@@ -78,13 +78,10 @@ def optimize_for_inference(model: nn.Module, *, dtype: str = "int8") -> nn.Modul
         if not isinstance(ffn, LowLatencyFFN):
             owner[key] = LowLatencyFFN(ffn, dtype)
     model.requires_grad_(False).eval()
-    for module in model.modules():
-        # A host's model that saves the choice beside its weights says so by this method.
-        if hasattr(module, "remember_inference_dtype"):
-            module.remember_inference_dtype(dtype)
     report = inference_report(model)
     logger.info("optimize_for_inference: %s", "; ".join(map(str, report)))
-    if dtype == "int8" and all(entry.computes == "float32" for entry in report):
+    on_meta = any(tensor.is_meta for tensor in model.parameters())  # a host's loader: what it runs on is yet to come
+    if dtype == "int8" and not on_meta and all(entry.computes == "float32" for entry in report):
         warnings.warn(
             "this device has no exact int8 products: the int8 weights are expanded to float32 once, and predictions "
             "are right but no faster; dtype='bfloat16' may be",

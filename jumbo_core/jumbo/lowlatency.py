@@ -41,11 +41,10 @@ def int8_kernel() -> bool:
     """Whether this processor multiplies int8 matrices by :func:`_multiply` without rounding or overflow."""
     try:
         with torch.inference_mode(False):
-            generator = torch.Generator().manual_seed(0)
-            x = torch.randint(-127, 128, (3, 256), dtype=torch.int8, generator=generator)
-            weight = torch.randint(-127, 128, (64, 256), dtype=torch.int8, generator=generator)
+            random = dict(dtype=torch.int8, generator=torch.Generator().manual_seed(0), device="cpu")
+            x, weight = torch.randint(-127, 128, (3, 256), **random), torch.randint(-127, 128, (64, 256), **random)
             x[0], weight[0], weight[1] = 127, 127, -127  # pairs of products beyond 16 bits
-            scale = torch.ones(len(weight))
+            scale = torch.ones(len(weight), device="cpu")
             found = _multiply(x, _pack(weight), scale, torch.zeros_like(scale, dtype=torch.int32))
             return torch.equal(found, x.float() @ weight.float().t())  # integers below 2^24: exact in float32
     except (AttributeError, RuntimeError, NotImplementedError):  # a torch without oneDNN has no such operator

@@ -36,9 +36,14 @@ from jumbo_core.jumbo.token import JumboFFN
 DTYPES = ("int8", "bfloat16")
 
 
-@cache
+@torch.compiler.assume_constant_result
 def int8_kernel() -> bool:
     """Whether this processor multiplies int8 matrices by :func:`_multiply` without rounding or overflow."""
+    return _multiplies_exactly()
+
+
+@cache
+def _multiplies_exactly() -> bool:
     try:
         with torch.inference_mode(False):
             random = dict(dtype=torch.int8, generator=torch.Generator().manual_seed(0), device="cpu")

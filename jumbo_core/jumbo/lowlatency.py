@@ -50,8 +50,9 @@ def _multiplies_exactly() -> bool:
             x, weight = torch.randint(-127, 128, (3, 256), **random), torch.randint(-127, 128, (64, 256), **random)
             x[0], weight[0], weight[1] = 127, 127, -127  # pairs of products beyond 16 bits
             scale = torch.ones(len(weight), device="cpu")
-            found = _multiply(x, _pack(weight), scale, torch.zeros_like(scale, dtype=torch.int32))
-            return torch.equal(found, x.float() @ weight.float().t())  # integers below 2^24: exact in float32
+            packed, zero = _pack(weight), torch.zeros_like(scale, dtype=torch.int32)
+            exact = x.float() @ weight.float().t()  # integers below 2^24: float32 holds them
+            return all(torch.equal(_multiply(x[:rows], packed, scale, zero), exact[:rows]) for rows in (1, 3))
     except (AttributeError, RuntimeError, NotImplementedError):  # a torch without oneDNN has no such operator
         return False
 
@@ -60,10 +61,19 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.onednn.qlinear_prepack(weight, None)
 
 
-def _multiply(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """int8 (B, in) by packed int8 (out, in) -> float32 (B, out), times the weights' scales."""
+def _multiply(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: float = 1.0,
+    activation: str = "none",
+) -> torch.Tensor:
+    """int8 (B, in) by packed int8 (out, in) -> float32 (B, out), times both scales, plus bias; "gelu" on top of it."""
     return torch.ops.onednn.qlinear_pointwise(
-        x, 1.0, 0, packed, scale, zero, None, 1.0, 0, torch.float32, "none", [], ""
+        x, x_scale, 0, packed, scale, zero, bias, 1.0, 0, torch.float32, activation, [], "none"
     )
 
 
@@ -101,16 +111,27 @@ class Int8Linear(nn.Module):
                 own.bias = bias.detach().clone().float()
         return own
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, in) -> (B, out)."""
+    def forward(self, x: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+        """(B, in) -> (B, out), through (exact) GELU if asked for."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return self._in_graph(x)
+            y = self._in_graph(x)
+            return F.gelu(y) if gelu else y
         kind, weight, scale, bias = self._weights()
         if kind != torch.int8:
-            return F.linear(x.to(kind), weight, bias).to(x.dtype)
-        rounded, row_scale = quantize_rows(x.float())
-        y = _multiply(rounded, weight, scale, self._zero)
-        return (y * row_scale if bias is None else torch.addcmul(bias, y, row_scale)).to(x.dtype)
+            y = F.linear(x.to(kind), weight, bias).to(x.dtype)
+        elif len(x) == 1:  # one row, one scale: bias and GELU are the product's own business
+            row = x.float()
+            size = float(row.abs().amax())
+            row_scale = (1e-30 if size < 1e-30 else size) / 127  # NaN stays NaN
+            rounded, activation = (row / row_scale).round_().to(torch.int8), "gelu" if gelu else "none"
+            return _multiply(rounded, weight, scale, self._zero, bias, x_scale=row_scale, activation=activation).to(
+                x.dtype
+            )
+        else:
+            rounded, row_scale = quantize_rows(x.float())
+            y = _multiply(rounded, weight, scale, self._zero)
+            y = (y.mul_(row_scale) if bias is None else torch.addcmul(bias, y, row_scale)).to(x.dtype)
+        return torch.ops.aten.gelu_(y) if gelu else y
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -175,7 +196,6 @@ class LowLatencyFFN(nn.Module):
     def __init__(self, ffn: JumboFFN, dtype: str) -> None:
         super().__init__()
         self.dtype = dtype
-        self.act = nn.GELU(approximate=ffn.act.approximate)
         if dtype == "int8":
             self.fc1, self.fc2 = Int8Linear.of(ffn.fc1), Int8Linear.of(ffn.fc2)
         else:
@@ -191,8 +211,9 @@ class LowLatencyFFN(nn.Module):
                 f"model.eval() and run under torch.inference_mode(); to train, load the weights in a model that was "
                 f"not optimised"
             )
-        y = x if self.dtype == "int8" else x.to(self.fc1.weight.dtype)
-        return self.fc2(self.act(self.fc1(y))).to(x.dtype)
+        if self.dtype == "int8":
+            return self.fc2(self.fc1(x, gelu=True))
+        return self.fc2(F.gelu(self.fc1(x.to(self.fc1.weight.dtype)))).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"dtype={self.dtype!r}"

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from jumbo_core.jumbo.lowlatency import DTYPES, LowLatencyFFN
+from jumbo_core.jumbo.mlp import unobserved
+from jumbo_core.jumbo.packed import PackedLinear
 from jumbo_core.jumbo.stack import BlockStack
 from jumbo_core.jumbo.token import JumboFFN
 
@@ -37,8 +39,10 @@ def optimize_for_inference(model: nn.Module, *, dtype: str = "int8") -> nn.Modul
     The Jumbo FFN is the widest part of a Jumbo model and runs once per block on one token, so that small batches wait
     for its weights to be read. In int8 they are a quarter as many bytes, and a batch of one runs up to twice as fast.
     Works on anything with a :class:`JumboEncoder`, or an :class:`AdventurerEncoder` with J slices, inside: JumboViT,
-    AdventurerViT, models of Transformers, MMSegmentation and time series. All parameters are frozen and the model is
-    set to eval mode. How it is computed on which device: :mod:`jumbo_core.jumbo.lowlatency`.
+    AdventurerViT, models of Transformers, MMSegmentation and time series. How it is computed on which device:
+    :mod:`jumbo_core.jumbo.lowlatency`. Beside that the blocks' other linear layers keep their float32 weights a second
+    time, packed, on CPUs (:class:`jumbo_core.jumbo.packed.PackedLinear`; same answers up to rounding), all parameters
+    are frozen and the model is set to eval mode.
 
     ``state_dict()`` has the small weights (int8 ``weight`` and float ``scale`` of each layer). To load them, optimise a
     new model first, then ``load_state_dict``; that takes a state dict in float32 too, and rounds it. Transformers
@@ -74,6 +78,8 @@ def optimize_for_inference(model: nn.Module, *, dtype: str = "int8") -> nn.Modul
         _check(name, ffn, dtype)
     for encoder in (module for module in model.modules() if isinstance(module, BlockStack)):
         encoder._unreachable = []  # nothing in it trains any more, so nothing is to be put back into training
+        for linear in _block_layers(encoder):
+            PackedLinear.take_over(linear)
     for _, owner, key, ffn in places:
         if not isinstance(ffn, LowLatencyFFN):
             owner[key] = LowLatencyFFN(ffn, dtype)
@@ -125,6 +131,15 @@ def _places(model: nn.Module) -> Iterator[tuple[str, object, str | int, nn.Modul
             else:
                 for i, ffn in enumerate(encoder.jumbo_mlp):
                     yield f"{path}.{i}", encoder.jumbo_mlp, i, ffn
+
+
+def _block_layers(encoder: BlockStack) -> list[nn.Linear]:
+    """The plain float32 linear layers of an encoder's blocks, which neither adapters nor hooks have a part in."""
+    return [
+        module
+        for module in encoder.blocks.modules()
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter and unobserved(module)
+    ]
 
 
 def _check(name: str, ffn: nn.Module, dtype: str) -> None:

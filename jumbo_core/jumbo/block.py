@@ -73,7 +73,25 @@ class JumboBlock(nn.Module):
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, J+E+N, D) -> (B, J+E+N, D). ``attn_mask`` broadcasts to (B, heads, T, T), True = may be attended to."""
+        if self.multiplier and eager_inference():
+            return self._without_copies(x, jumbo_ffn, attn_mask)
         return self.feed(self.attend(x, attn_mask), jumbo_ffn)
+
+    def _without_copies(
+        self, x: torch.Tensor, jumbo_ffn: Callable[[torch.Tensor], torch.Tensor], attn_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Both halves at inference: attention's residual is added slices and patches apart, so that each lies in one
+        piece for its norm and FFN, and their results are written into the output's two parts."""
+        j = self.multiplier
+        y = self.drop_path(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask)))
+        slices, rest = x[:, :j] + y[:, :j], x[:, j:] + y[:, j:]
+        del y  # its memory serves what follows
+        g = self.drop_path(self.ls3(jumbo_ffn(self.norm3(join_slices(slices)))))
+        update = self.drop_path(self.ls2(self.mlp(self.norm2(rest))))
+        out = x.new_empty(x.shape, dtype=torch.result_type(rest, update))
+        torch.add(slices, split_slices(g, j), out=out[:, :j])
+        torch.add(rest, update, out=out[:, j:])
+        return out
 
     def attend(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
         """The first half, attention with its residual: a new tensor of the shape of ``x``."""

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from jumbo_core.jumbo.stamps import stamp
 from jumbo_core.jumbo.token import JumboFFN
 
 DTYPES = ("int8", "bfloat16")
@@ -157,17 +158,17 @@ class Int8Linear(nn.Module):
 
     def _weights(self) -> tuple:
         """(what is multiplied, weights, their scales, bias), made once and again when a buffer has changed."""
-        stamp = tuple(_stamp(tensor) for tensor in (self.weight, self.scale, self.bias))
-        if self._ready is None or self._ready[0] != stamp:
+        now = tuple(stamp(tensor) for tensor in (self.weight, self.scale, self.bias))
+        if self._ready is None or self._ready[0] != now:
             with torch.inference_mode(False), torch.no_grad():
                 kind = self.kind()
                 if kind == torch.int8:
                     self._zero = torch.zeros(self.out_features, dtype=torch.int32)
                     bias = None if self.bias is None else self.bias.float()
-                    self._ready = stamp, (kind, _pack(self.weight), self.scale.float(), bias)
+                    self._ready = now, (kind, _pack(self.weight), self.scale.float(), bias)
                 else:
                     bias = None if self.bias is None else self.bias.to(kind)
-                    self._ready = stamp, (kind, self._expanded(kind), None, bias)
+                    self._ready = now, (kind, self._expanded(kind), None, bias)
         return self._ready[1]
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
@@ -235,10 +236,3 @@ def _in_bfloat16(linear: nn.Linear) -> nn.Linear:
     for name, parameter in linear.named_parameters():
         setattr(own, name, nn.Parameter(parameter.detach().to(torch.bfloat16, copy=True), requires_grad=False))
     return own
-
-
-def _stamp(tensor: torch.Tensor | None) -> tuple | None:
-    """Changes whenever the tensor is replaced or written to."""
-    if tensor is None:
-        return None
-    return tensor.data_ptr(), tensor.device, tensor.dtype, -1 if tensor.is_inference() else tensor._version

@@ -6,6 +6,8 @@ import torch
 from timm.layers import Mlp
 from torch import nn
 
+from jumbo_core.jumbo.packed import PackedLinear, eager_inference
+
 # Rows (samples) for which a wide network runs its products as weight @ x.T. Measured on a Xeon with AMX, 2 threads,
 # fp32, both orders of the shared Jumbo FFN of jumbo_tiny / jumbo_small in ms: 1 row 1.1 / 1.1 and 6.4 / 6.8;
 # 2 rows 1.2 / 2.0 and 6.0 / 14.5; 8 rows 2.9 / 2.1 and 17.9 / 12.3; 16 rows 3.0 / 2.1 and 18.5 / 13.5;
@@ -16,11 +18,6 @@ WEIGHT_FIRST = range(5, 129)
 def unobserved(*modules: nn.Module) -> bool:
     """Whether nobody would notice that these modules' outputs are overwritten, or that they are not called at all."""
     return not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
-
-
-def eager_inference() -> bool:
-    """Whether this call computes and keeps nothing for gradients: no compiler, tracer or autograd looks on."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 class TightMlp(Mlp):
@@ -38,12 +35,14 @@ class TightMlp(Mlp):
         return self._tight(x)
 
     def _tight(self, x: torch.Tensor) -> torch.Tensor:
+        if type(self.fc1) is PackedLinear and self.act.approximate == "none":
+            return self.fc2(self.fc1(x, gelu=True))
         return self.fc2(torch.ops.aten.gelu_(self.fc1(x), approximate=self.act.approximate))
 
     def _plain(self) -> bool:
         return (
-            type(self.fc1) is nn.Linear
-            and type(self.fc2) is nn.Linear
+            type(self.fc1) in (nn.Linear, PackedLinear)
+            and type(self.fc2) in (nn.Linear, PackedLinear)
             and type(self.act) is nn.GELU
             and type(self.norm) is nn.Identity
             and unobserved(self.fc1, self.act, self.drop1, self.norm, self.fc2, self.drop2)

@@ -13,6 +13,21 @@ from jumbo_core.jumbo.packed import PackedLinear
 from tests.conftest import max_error
 
 
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch):
+    monkeypatch.setattr("jumbo_core.jumbo.packed.LEAST", 1)
+
+
+def test_small_products_are_left_alone(monkeypatch):
+    monkeypatch.undo()
+    ours, _ = packed(24, 40)
+    with torch.inference_mode():
+        ours(torch.randn(3, 24))
+        assert "_ready" not in vars(ours)
+        ours(torch.randn(70000, 24))
+        assert "_ready" in vars(ours)
+
+
 def packed(*sizes, **options) -> tuple[nn.Linear, nn.Linear]:
     plain = nn.Linear(*sizes, **options)
     ours = copy.deepcopy(plain)

@@ -40,7 +40,7 @@ class AdventurerConfig(VisionConfig):
         hidden_dropout_prob: dropout after the positions and inside the FFNs. Default 0.
         patch_drop_rate: share of patches dropped at random in training. Default 0.
         layer_norm_eps: epsilon of the RMSNorms. Default 1e-5.
-        dynamic_img_pad, init, apply_layernorm, out_features, out_indices, **kwargs: see :class:`JumboConfig`.
+        dynamic_img_pad, init, apply_layernorm, optimize, out_features, out_indices, **kwargs: see :class:`JumboConfig`.
 
     Raises:
         ValueError: a value outside its range, named with what was expected.

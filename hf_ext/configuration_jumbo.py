@@ -40,6 +40,9 @@ class JumboConfig(VisionConfig):
             Jumbo FFN output 0: short runs and fine-tuning). Default "released".
         apply_layernorm: as a backbone, pass every feature map through the final norm. Default True.
         out_features, out_indices: as a backbone, stages to return, of "stem", "stage1" … "stageN". Default the last.
+        optimize: "int8" or "bfloat16": the form of the Jumbo FFN's weights, for prediction alone, as
+            ``jumbo_core.optimize_for_inference`` made them; ``from_pretrained(folder, optimize="int8")`` makes them of
+            a trained model. Default None: as trained.
         tofu: token fusion that ``from_pretrained`` applies, as ``apply_tofu`` writes it here. Default None.
         **kwargs: everything else a Transformers configuration takes (``num_labels``, ``id2label``, …).
 

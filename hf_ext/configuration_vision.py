@@ -13,6 +13,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.backbone_utils import BackboneConfigMixin
 
+from hf_ext.optimize import check_optimize
 from jumbo_core import checks
 
 Integer = int | np.integer
@@ -60,6 +61,7 @@ class VisionConfig(BackboneConfigMixin, PreTrainedConfig):
     dynamic_img_pad: bool = False
     init: str = "released"
     apply_layernorm: bool = True
+    optimize: str | None = None
     _out_features: list[str] | None = None
     _out_indices: list[int] | None = None
 
@@ -123,6 +125,7 @@ class VisionConfig(BackboneConfigMixin, PreTrainedConfig):
             self.drop_path_rate = checks.rate("drop_path_rate", rates)
         if self.init not in ("released", "short"):
             raise ValueError(f"init must be 'released' or 'short', got {self.init!r}")
+        check_optimize(self)
         stages = ["stem"] + [f"stage{i}" for i in range(1, self.num_hidden_layers + 1)]
         if self.stage_names and self.stage_names != stages:  # the number of blocks was set since
             last_was_chosen = self._out_features == self.stage_names[-1:]

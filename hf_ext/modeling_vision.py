@@ -11,8 +11,10 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from hf_ext.configuration_vision import VisionConfig
+from hf_ext.optimize import finish_loading, note, plan_loading
 from hf_ext.tofu import is_fused, restore, saying
 from hf_ext.trunk import Recorder, Trunk, TrunkOutput
+from jumbo_core import optimize_for_inference
 from jumbo_core.jumbo import JumboFFN
 from jumbo_core.jumbo.stack import BlockStack
 from jumbo_core.models.surface import PatchModel, init_head
@@ -35,16 +37,17 @@ class VisionPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
-        """As for any model; fused as the configuration says, see :mod:`hf_ext.tofu`.
+        """As for any model; fused and optimised as the configuration says, see :mod:`hf_ext.tofu`, :mod:`.optimize`.
 
         Raises:
             ValueError: the position table was saved for another patch grid than ``image_size`` makes, even one of as
-                many patches; a fusion plan that does not fit.
+                many patches; a fusion plan that does not fit; ``optimize`` asks for what was rounded away.
         """
-        options = dict(kwargs)
+        saved = _saved_config(cls.config_class, pretrained_model_name_or_path, dict(kwargs))
+        config, kwargs, wanted = plan_loading(saved, config, kwargs)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
-        saved = _saved_config(cls.config_class, pretrained_model_name_or_path, options)
+        finish_loading(model, wanted)
         if saved is not None and saved.grid != model.config.grid:
             (h, w), (new_h, new_w) = saved.grid, model.config.grid
             raise ValueError(
@@ -56,7 +59,7 @@ class VisionPreTrainedModel(PreTrainedModel):
         return loaded
 
     def save_pretrained(self, *args, **kwargs) -> None:
-        """As for any model; the configuration says the sizes that ``vit.set_input_size`` may have changed."""
+        """As for any model; the configuration says what ``vit.set_input_size`` or optimising have changed."""
         for vit in (module for module in self.modules() if isinstance(module, Trunk)):
             for name, own, said in (
                 ("image_size", vit.img_size, self.config.image_sides),
@@ -64,6 +67,7 @@ class VisionPreTrainedModel(PreTrainedModel):
             ):
                 if own != said:
                     setattr(self.config, name, own[0] if own[0] == own[1] else list(own))
+        note(self)
         if is_fused(self):
             super().save_pretrained(*args, **kwargs)
             return
@@ -139,6 +143,8 @@ class VisionModel:
     def __init__(self, config: VisionConfig) -> None:
         super().__init__(config)
         self.vit = self.trunk_class(**self._trunk_arguments())
+        if config.optimize is not None:
+            optimize_for_inference(self.vit, dtype=config.optimize)
         self.post_init()
 
     def _trunk_arguments(self) -> dict:

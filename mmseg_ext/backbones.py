@@ -53,6 +53,9 @@ class JumboViT(PlainBackbone):
             plan file, or a preset such as ``dict(preset="paper", r=8)``, for all ``num_layers`` blocks) and options of
             :func:`jumbo_core.tofu.apply_tofu`, see :func:`mmseg_ext.tofu.fuse`. Maps keep the full grid, each position
             with its group's vector; parameters and checkpoints stay the same. Default None.
+        optimize: "int8" or "bfloat16": the Jumbo FFN in that form, for testing and deployment alone, see
+            :func:`jumbo_core.optimize_for_inference`. Checkpoints of the trained model are rounded while they are
+            loaded, those of an optimised one load as they are; training is refused by the first forward. Default None.
         init_cfg: the host's; ``dict(type="Pretrained", checkpoint=…)`` is read by
             :func:`mmseg_ext.checkpoints.load_pretrained`, whose other arguments may stand beside ``checkpoint``.
 
@@ -88,6 +91,7 @@ class JumboViT(PlainBackbone):
         norm_eps: float = 1e-5,
         init: str = "released",
         tofu: Mapping[str, Any] | None = None,
+        optimize: str | None = None,
         init_cfg: dict | list[dict] | None = None,
     ) -> None:
         like = timm_encoder(r"jumbo_([a-z]+)_patch16_224", arch)
@@ -115,6 +119,7 @@ class JumboViT(PlainBackbone):
             norm_eps=norm_eps,
             init=init,
             tofu=tofu,
+            optimize=optimize,
             init_cfg=init_cfg,
         )
 
@@ -148,7 +153,7 @@ class AdventurerViT(PlainBackbone):
         drop_rate: dropout after the positions and inside the FFNs. Default 0.
         mlp_ratio: hidden width of the SwiGLU over D. Default 2.5.
         jumbo_mlp_ratio, share_jumbo_ffn, norm_eps: see :class:`jumbo_core.linear.AdventurerEncoder`.
-        init, init_cfg: see :class:`JumboViT`.
+        init, optimize, init_cfg: see :class:`JumboViT`.
 
     Raises:
         ValueError, TypeError, IndexError: an option out of its range, named with what was expected.
@@ -182,6 +187,7 @@ class AdventurerViT(PlainBackbone):
         share_jumbo_ffn: bool = True,
         norm_eps: float = 1e-5,
         init: str = "released",
+        optimize: str | None = None,
         init_cfg: dict | list[dict] | None = None,
     ) -> None:
         like = timm_encoder(r"(jumbo_)?adventurer_([a-z]+)_patch16_224", arch)
@@ -210,6 +216,7 @@ class AdventurerViT(PlainBackbone):
             share_jumbo_ffn=share_jumbo_ffn,
             norm_eps=norm_eps,
             init=init,
+            optimize=optimize,
             init_cfg=init_cfg,
         )
         self.register_buffer("flipped", torch.zeros(self.num_layers, dtype=torch.bool))

@@ -13,6 +13,7 @@ from mmengine.model import BaseModule
 from timm.layers import RmsNorm
 from torch import nn
 
+from jumbo_core import optimize_for_inference
 from jumbo_core.jumbo.stack import BlockStack, resolve_index
 from jumbo_core.linear.mamba2 import GatedRMSNorm
 from jumbo_core.models.surface import PatchModel
@@ -51,6 +52,7 @@ class PlainBackbone(BaseModule):
         drop_rate: float,
         init_cfg: dict | list[dict] | None,
         tofu: Mapping[str, Any] | None = None,
+        optimize: str | None = None,
         **options,
     ) -> None:
         super().__init__(init_cfg=init_cfg)
@@ -77,6 +79,8 @@ class PlainBackbone(BaseModule):
         for module in self._frozen_modules():
             module.requires_grad_(False)
         self.fusion: FusedModel | None = None if tofu is None else fuse(self.vit, tofu, num_layers)
+        if optimize is not None:  # before any weights: loading rounds those that are not yet
+            optimize_for_inference(self.vit, dtype=optimize)
 
     def init_weights(self) -> None:
         """The host's initialisation; a "Pretrained" ``init_cfg`` goes through our reader."""

@@ -13,6 +13,7 @@ from transformers.models.patchtst.modeling_patchtst import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from jumbo_core import inference_report
 from jumbo_core.jumbo import JumboFFN, JumboOutput
 from jumbo_core.jumbo.stack import BlockStack
 from jumbo_core.linear import Mamba2Mixer
@@ -43,6 +44,19 @@ class JumboPatchTSTPreTrainedModel(PreTrainedModel):
     def __init__(self, config: JumboPatchTSTConfig, *args, **kwargs) -> None:
         config.check()  # fields may have been set since it was made
         super().__init__(config, *args, **kwargs)
+
+    def save_pretrained(self, *args, **kwargs) -> None:
+        """As for any model.
+
+        Raises:
+            ValueError: the model was optimised for inference, which its configuration has no entry for.
+        """
+        if inference_report(self):
+            raise ValueError(
+                f"{type(self).__name__} was optimised for inference and its folder could not say so: save the trained "
+                f"model and call jumbo_core.optimize_for_inference after loading it"
+            )
+        super().save_pretrained(*args, **kwargs)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func=checkpoint, every_n_layers: int = 1

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from timm.layers import Attention, DropPath, LayerScale, Mlp
+from timm.layers import Attention, DropPath, LayerScale
 from torch import nn
 
+from jumbo_core.jumbo.mlp import TightMlp, eager_inference
 from jumbo_core.jumbo.token import join_slices, split_slices
 
 
@@ -58,7 +59,7 @@ class JumboBlock(nn.Module):
         self.attn = attn_layer(dim, num_heads=num_heads, qkv_bias=True, attn_drop=attn_drop, proj_drop=proj_drop)
         self.ls1 = scale(dim)
         self.norm2 = norm(dim)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), drop=proj_drop)
+        self.mlp = TightMlp(dim, int(dim * mlp_ratio), drop=proj_drop)
         self.ls2 = scale(dim)
         if multiplier:
             self.norm3 = norm(dim * multiplier)
@@ -72,7 +73,25 @@ class JumboBlock(nn.Module):
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, J+E+N, D) -> (B, J+E+N, D). ``attn_mask`` broadcasts to (B, heads, T, T), True = may be attended to."""
+        if self.multiplier and eager_inference():
+            return self._without_copies(x, jumbo_ffn, attn_mask)
         return self.feed(self.attend(x, attn_mask), jumbo_ffn)
+
+    def _without_copies(
+        self, x: torch.Tensor, jumbo_ffn: Callable[[torch.Tensor], torch.Tensor], attn_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Both halves at inference: attention's residual is added slices and patches apart, so that each lies in one
+        piece for its norm and FFN, and their results are written into the output's two parts."""
+        j = self.multiplier
+        y = self.drop_path(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask)))
+        slices, rest = x[:, :j] + y[:, :j], x[:, j:] + y[:, j:]
+        del y  # its memory serves what follows
+        g = self.drop_path(self.ls3(jumbo_ffn(self.norm3(join_slices(slices)))))
+        update = self.drop_path(self.ls2(self.mlp(self.norm2(rest))))
+        out = x.new_empty(x.shape, dtype=torch.result_type(rest, update))
+        torch.add(slices, split_slices(g, j), out=out[:, :j])
+        torch.add(rest, update, out=out[:, j:])
+        return out
 
     def attend(self, x: torch.Tensor, attn_mask: torch.Tensor | None = None) -> torch.Tensor:
         """The first half, attention with its residual: a new tensor of the shape of ``x``."""
@@ -89,7 +108,7 @@ class JumboBlock(nn.Module):
         rest_update = self.drop_path(self.ls2(self.mlp(self.norm2(rest))))
         slices_update = split_slices(g, self.multiplier)  # (B, J*D) -> (B, J, D)
 
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if not eager_inference():
             return torch.cat([slices + slices_update, rest + rest_update], dim=1)
         # x is the first half's own result and nobody else holds it, so both parts are updated where they lie.
         slices.add_(slices_update)

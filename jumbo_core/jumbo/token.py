@@ -6,7 +6,8 @@ Source: Jumbo paper (arXiv 2502.15021), section 3, and the released code.
 from __future__ import annotations
 
 import torch
-from timm.layers import Mlp
+
+from jumbo_core.jumbo.mlp import WideMlp
 
 
 def join_slices(slices: torch.Tensor) -> torch.Tensor:
@@ -24,7 +25,7 @@ def split_slices(wide: torch.Tensor, multiplier: int) -> torch.Tensor:
     return wide.unflatten(1, (multiplier, -1))
 
 
-class JumboFFN(Mlp):
+class JumboFFN(WideMlp):
     """Feed-forward network of the joined Jumbo token: (B, J*D) -> (B, J*D).
 
     ``Linear(J*D, ratio*J*D) -> GELU -> Linear(ratio*J*D, J*D)``. By default one instance serves every block, which is
@@ -40,3 +41,13 @@ class JumboFFN(Mlp):
     def __init__(self, dim: int, multiplier: int, mlp_ratio: float = 4.0, drop: float = 0.0) -> None:
         width = dim * multiplier
         super().__init__(width, int(width * mlp_ratio), drop=drop)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
+        """As any module, but int8 weights, which copying would take for numbers around 100, are refused."""
+        weight = state_dict.get(f"{prefix}fc1.weight")
+        if isinstance(weight, torch.Tensor) and weight.dtype == torch.int8:
+            raise ValueError(
+                f"{prefix}fc1.weight is int8, of a model that optimize_for_inference made: call "
+                f"jumbo_core.optimize_for_inference(model, dtype='int8') before loading it"
+            )
+        super()._load_from_state_dict(state_dict, prefix, *others)

@@ -107,10 +107,18 @@ def fill(model: nn.Module, renamed: Renamed) -> LoadReport:
             raise ValueError(f"{key} in the file holds NaN or infinite values: the file is damaged")
     model.load_state_dict(usable, strict=False)
     return LoadReport(
-        missing=sorted(set(own) - set(usable)),
+        missing=sorted(key for key in set(own) - set(usable) if not _is_made_of_weights(key, own, usable)),
         unexpected=sorted(set(renamed.weights) - set(own)),
         ignored=sorted(renamed.ignored),
     )
+
+
+def _is_made_of_weights(key: str, own: Mapping[str, torch.Tensor], usable: Mapping[str, torch.Tensor]) -> bool:
+    """Whether it is the scale of an int8 layer, which loading makes of the file's float weights."""
+    weight = key.removesuffix("scale") + "weight"
+    if not key.endswith(".scale") or weight not in usable:
+        return False
+    return own[weight].dtype == torch.int8 and usable[weight].is_floating_point()
 
 
 def read_state_dict(source: str | Path | Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from jumbo_core.jumbo.lowlatency import Int8Linear
+
 
 def linear_weights(module: nn.Module) -> int:
     """Weights of all linear layers inside: the multiply-adds of one token that passes each of them once."""
-    return sum(part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+    return sum(part.weight.numel() for part in module.modules() if isinstance(part, (nn.Linear, Int8Linear)))
 
 
 def attention_multiply_adds(attention: nn.Module, tokens: int) -> int:

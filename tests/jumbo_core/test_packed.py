@@ -1,0 +1,93 @@
+"""Packed linear layers: the same answers, the same state, and ready weights that follow what they were made of."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from timm.layers import Mlp
+from torch import nn
+
+from jumbo_core.jumbo.mlp import TightMlp
+from jumbo_core.jumbo.packed import PackedLinear
+from tests.conftest import max_error
+
+
+@pytest.fixture(autouse=True)
+def _any_size(monkeypatch):
+    monkeypatch.setattr("jumbo_core.jumbo.packed.LEAST", 1)
+
+
+def test_small_products_are_left_alone(monkeypatch):
+    monkeypatch.undo()
+    ours, _ = packed(24, 40)
+    with torch.inference_mode():
+        ours(torch.randn(3, 24))
+        assert "_ready" not in vars(ours)
+        ours(torch.randn(70000, 24))
+        assert "_ready" in vars(ours)
+
+
+def packed(*sizes, **options) -> tuple[nn.Linear, nn.Linear]:
+    plain = nn.Linear(*sizes, **options)
+    ours = copy.deepcopy(plain)
+    PackedLinear.take_over(ours)
+    return ours, plain
+
+
+@pytest.mark.parametrize("shape", [(1, 24), (3, 7, 24), (2, 2, 5, 24), (0, 24)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_same_answers(shape, bias):
+    ours, plain = packed(24, 40, bias=bias)
+    x = torch.randn(shape)
+    with torch.inference_mode():
+        assert max_error(ours(x), plain(x)) < 1e-5 if x.numel() else ours(x).shape == (0, 40)
+        assert ours(x).shape == plain(x).shape
+        assert torch.allclose(ours(x, gelu=True), nn.functional.gelu(plain(x)), atol=1e-5)
+        if x.ndim > 2:
+            strided = torch.randn(*shape[:-2], 9, 24)[..., 2:, :]
+            assert max_error(ours(strided), plain(strided)) < 1e-5
+
+
+def test_other_dtypes_gradients_and_autocast_are_as_before():
+    ours, plain = packed(24, 40)
+    x = torch.randn(3, 24)
+    assert torch.equal(ours(x), plain(x)) and ours(x).requires_grad
+    with torch.inference_mode():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(ours(x), plain(x)) and ours(x).dtype == torch.bfloat16
+        for dtype in (torch.float64, torch.bfloat16):
+            assert torch.equal(ours.to(dtype)(x.to(dtype)), plain.to(dtype)(x.to(dtype)))
+
+
+def test_state_copies_and_changes():
+    ours, plain = packed(24, 40)
+    x = torch.randn(3, 24)
+    assert ours.state_dict().keys() == plain.state_dict().keys() and isinstance(ours, nn.Linear)
+    with torch.inference_mode():
+        expected = ours(x)
+        assert torch.equal(copy.deepcopy(ours)(x), expected) and torch.equal(
+            pickle.loads(pickle.dumps(ours))(x), expected
+        )
+        other = nn.Linear(24, 40)
+        ours.load_state_dict(other.state_dict())
+        assert max_error(ours(x), other(x)) < 1e-5
+    with torch.no_grad():
+        ours.weight.zero_()
+        assert max_error(ours(x), ours.bias.expand(3, -1)) == 0
+        ours.weight = nn.Parameter(torch.ones(40, 24))
+        assert max_error(ours(x), ours.bias + x.sum(1, keepdim=True)) < 1e-5
+
+
+def test_inside_an_mlp_with_and_without_hooks():
+    mlp, plain = TightMlp(24, 96).eval(), Mlp(24, 96).eval()
+    plain.load_state_dict(mlp.state_dict())
+    for layer in (mlp.fc1, mlp.fc2):
+        PackedLinear.take_over(layer)
+    x, seen = torch.randn(2, 5, 24), []
+    with torch.inference_mode():
+        assert max_error(mlp(x), plain(x)) < 1e-5
+        mlp.fc1.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        assert max_error(mlp(x), plain(x)) < 1e-5 and max_error(seen[0], plain.fc1(x)) < 1e-5
+        compiled = torch.compile(mlp, backend="aot_eager")
+        assert max_error(compiled(x), plain(x)) < 1e-5

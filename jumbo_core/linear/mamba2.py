@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core import checks
-from jumbo_core.linear.ssd import BACKENDS, ssd_scan
+from jumbo_core.linear.feed import hooked
+from jumbo_core.linear.inside import walk
+from jumbo_core.linear.running import runs
+from jumbo_core.linear.ssd import BACKENDS, chunk_for, ssd_scan
 from jumbo_core.linear.steps import accumulation_dtype
 
 
@@ -132,10 +135,32 @@ class Mamba2Mixer(nn.Module):
             x = x.masked_fill(~mask[..., None], 0)
         gate, xbc, dt = self._project(x)
         mixed = self._convolve(xbc, None if state is None else state.inputs)
+        y, ssm = (self._walk if self._walks(x) else self._scan)(gate, mixed, self._step_sizes(dt), mask, state)
+        y = self.out_proj(y)
+        if mask is not None:
+            y = y.masked_fill(~mask[..., None], 0)
+        if not return_state:
+            return y
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
+        return y, MixerState(self._window(xbc, state), ssm)
+
+    def _walks(self, x: torch.Tensor) -> bool:
+        """Whether scan, gate and norm go chunk by chunk, without the norm's module being called."""
+        return self.backend in ("auto", "torch") and len(x) > 0 and runs(x) and not hooked(self.norm)
+
+    def _walk(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
+        ssm = (self.empty_state(len(gate), dtype=gate.dtype) if state is None else state).ssm
+        dt = dt if mask is None else dt.masked_fill(~mask[..., None], 0)  # the end of padding's part in the state
+        chunk_size = chunk_for(gate.shape) if self.chunk_size == "auto" else self.chunk_size
+        with torch.autocast(gate.device.type, enabled=False):
+            return walk(self, gate, mixed, dt, ssm.to(dt.dtype), chunk_size)
+
+    def _scan(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
         inner, B, C = mixed.split([self.inner, self.d_state, self.d_state], dim=-1)
         y, ssm = ssd_scan(
             inner.unflatten(-1, (self.num_heads, self.head_dim)),
-            self._step_sizes(dt),
+            dt,
             self._decay(),
             B,
             C,
@@ -145,14 +170,7 @@ class Mamba2Mixer(nn.Module):
             mask=mask,
             backend=self.backend,
         )
-        y = self.out_proj(self.norm(y.flatten(2), gate))
-        if mask is not None:
-            y = y.masked_fill(~mask[..., None], 0)
-        if not return_state:
-            return y
-        if mask is not None and not bool(mask[:, -1].all()):
-            raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
-        return y, MixerState(self._window(xbc, state), ssm)
+        return self.norm(y.flatten(2), gate), ssm
 
     def step(self, x: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, MixerState]:
         """One step of streaming: (B, D) -> (B, D) and the next state; cost and memory do not grow with the past.
@@ -190,8 +208,13 @@ class Mamba2Mixer(nn.Module):
         length = xbc.shape[1]
         if before is not None:
             xbc = torch.cat([before.to(xbc.dtype), xbc], dim=1)
-        out = self.conv1d(xbc.transpose(1, 2))[..., xbc.shape[1] - length : xbc.shape[1]]
-        return F.silu(out).transpose(1, 2)
+        end, xbc = xbc.shape[1], xbc.transpose(1, 2)
+        if runs(xbc) and torch.backends.mkldnn.is_available() and not hooked(self.conv1d):
+            # The same convolution on rows as they lie: a picture of height 1, channels last.
+            weight, pad = self.conv1d.weight[:, :, None], (0, self.conv_kernel - 1)
+            out = F.conv2d(xbc[:, :, None], weight, self.conv1d.bias, padding=pad, groups=len(weight))[:, :, 0]
+            return F.silu(out[..., end - length : end], inplace=True).transpose(1, 2)
+        return F.silu(self.conv1d(xbc)[..., end - length : end]).transpose(1, 2)
 
     def _window(self, xbc: torch.Tensor, state: MixerState | None) -> torch.Tensor:
         """The last kernel - 1 inputs of the convolution, zeros where the sequence had not begun."""

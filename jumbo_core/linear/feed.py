@@ -1,0 +1,36 @@
+"""The block's SwiGLU at inference: norm, network and residual of a few hundred tokens at a time, in place."""
+
+from __future__ import annotations
+
+import torch
+from timm.layers import SwiGLU
+from torch import nn
+from torch.nn import functional as F
+
+from jumbo_core.linear.running import runs
+
+TOKENS_AT_ONCE = 512  # over all samples: enough for matrix products at full speed, few enough for caches
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether somebody waits for this module to be called."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def feeds_in_parts(h: torch.Tensor, norm: nn.Module, mlp: nn.Module) -> bool:
+    """Whether :func:`feed_in_parts` may stand for the modules: nobody records or hooks them, nothing is dropped."""
+    return (
+        runs(h)
+        and type(mlp) is SwiGLU
+        and type(mlp.act) is nn.SiLU
+        and not mlp.training
+        and not any(hooked(module) for module in (norm, *mlp.modules()))
+    )
+
+
+def feed_in_parts(h: torch.Tensor, norm: nn.Module, mlp: SwiGLU) -> None:
+    """``h += mlp(norm(h))`` for tokens h (B, T, D), which is overwritten."""
+    for part in h.split(max(1, TOKENS_AT_ONCE // max(1, len(h))), dim=1):
+        u = norm(part)
+        hidden = F.silu(mlp.fc1_g(u), inplace=True).mul_(mlp.fc1_x(u))
+        part.add_(mlp.fc2(mlp.norm(hidden)))

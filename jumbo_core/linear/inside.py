@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._C._nn import silu  # the one of torch.nn.functional takes no buffer
 
 from jumbo_core.linear.running import few_samples, scan_in_turn
 
@@ -40,22 +41,22 @@ def walk(
     y, states = gate.new_empty(gate.shape), torch.empty_like(state)
     for some in few_samples(len(gate), q * inner):
         x, B, C = mixed[some].split([inner, mixer.d_state, mixer.d_state], dim=-1)
-        opened = torch.empty(len(x), q, inner, dtype=wide)
+        x, opened = x.unflatten(2, by_head), torch.empty(len(x), q, inner, dtype=wide)
 
         def source(begin: int, end: int, x=x) -> torch.Tensor:
-            return x[:, begin:end].to(wide).unflatten(2, by_head)
+            return x[:, begin:end].to(wide)
 
-        def sink(begin: int, end: int, x: torch.Tensor, outputs: torch.Tensor, some=some, opened=opened) -> None:
+        def sink(
+            begin: int, end: int, x: torch.Tensor, outputs: torch.Tensor, gate=gate[some], y=y[some], opened=opened
+        ) -> None:
             outputs = outputs.addcmul_(x, skip).flatten(2)
-            length = end - begin  # more than a chunk where decay is steep
-            out = opened[:, :length] if length <= q else None
-            outputs.mul_(torch._C._nn.silu(gate[some, begin:end].to(wide), out=out))
+            outputs.mul_(silu(gate[:, begin:end].to(wide), out=opened[:, : end - begin]))
             norm = torch.linalg.vector_norm(outputs, dim=-1, keepdim=True)
             outputs.mul_(torch.addcmul(eps, norm, norm, value=1 / inner).rsqrt_())
             if y.dtype == wide:
-                torch.mul(outputs, scale, out=y[some, begin:end])
+                torch.mul(outputs, scale, out=y[:, begin:end])
             else:
-                y[some, begin:end] = outputs.mul_(scale)
+                y[:, begin:end] = outputs.mul_(scale)
 
         states[some] = scan_in_turn(source, sink, dt[some], A, B.to(wide), C.to(wide), state[some], chunk_size)
     return y, states

@@ -152,7 +152,7 @@ class Mamba2Mixer(nn.Module):
     def _walk(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
         ssm = (self.empty_state(len(gate), dtype=gate.dtype) if state is None else state).ssm
         dt = dt if mask is None else dt.masked_fill(~mask[..., None], 0)  # the end of padding's part in the state
-        chunk_size = chunk_for(gate.shape) if self.chunk_size == "auto" else self.chunk_size
+        chunk_size = chunk_for(gate.shape, running=True) if self.chunk_size == "auto" else self.chunk_size
         with torch.autocast(gate.device.type, enabled=False):
             return walk(self, gate, mixed, dt, ssm.to(dt.dtype), chunk_size)
 

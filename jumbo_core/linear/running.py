@@ -21,6 +21,7 @@ from jumbo_core.linear.steps import FLOOR, Steps, Workspace, recorded
 
 SHORTEST = 16  # steps of a chunk that is cut because its decay is steep; below, a matrix per head is the cheaper way
 NUMBERS_AT_ONCE = 1 << 17  # inputs of a chunk, over samples and heads: 512 kB of fp32
+PAIRED = 64  # and steps of a chunk there, whose cost grows with their square
 CHUNKS_AT_ONCE = 16  # chunks whose factors are made together, and that share a form
 
 
@@ -73,7 +74,7 @@ def scan_in_turn(
     """Run the scan over a sequence whose inputs are made, and outputs used, while they are in the cache.
 
     Args:
-        source: ``source(begin, end)`` gives the inputs x (b, end - begin, H, P) of those steps.
+        source: ``source(begin, end)`` gives the inputs x (b, end - begin, H, P) of those steps, a chunk at most.
         sink: ``sink(begin, end, x, y)`` takes these inputs and their outputs (same shape, without the skip); neither is
             kept, and the next call may find both overwritten.
         dt, A, B, C: as for :func:`ssd_scan`, dt, B and C and what ``source`` gives in the accumulation dtype.
@@ -83,7 +84,7 @@ def scan_in_turn(
     Returns:
         the state after the last step (b, H, P, N).
     """
-    heads, rows = dt.shape[2], None
+    heads, rows, space = dt.shape[2], None, Workspace()
     b, _, channels, states = state.shape
     buffer = dt.new_empty(b, states + min(chunk_size, dt.shape[1]), heads * channels)
     for begin, end, q in _spans(dt.shape[1], chunk_size):
@@ -91,10 +92,14 @@ def scan_in_turn(
         whole, q = q, _mild(sums, q, dt.dtype)
         if not q:
             state, rows = state if rows is None else _from_rows(rows, heads), None
-            x = source(begin, end)
-            steps = Steps.cut(x, dt[:, begin:end], A, B[:, begin:end], C[:, begin:end], 0, end - begin, whole, dt.dtype)
-            y, _, state = pairs.forward(steps, state, Workspace(), False)
-            sink(begin, end, x, y.flatten(1, 2))
+            for at in range(begin, end, whole):
+                x, parts = (
+                    source(at, at + whole),
+                    (dt[:, at : at + whole], A, B[:, at : at + whole], C[:, at : at + whole]),
+                )
+                steps = Steps.cut(x, *parts, 0, whole, PAIRED if whole % PAIRED == 0 else whole, dt.dtype)
+                y, _, state = pairs.forward(steps, state, space, False)
+                sink(at, at + whole, x, y.flatten(1, 2))
             continue
         cut = (part[:, begin:end].unflatten(1, (-1, q)) for part in (dt, B, C))
         run = RunningScan(*cut, sums.unflatten(1, (-1, q)).cumsum(2), _to_rows(state) if rows is None else rows, buffer)

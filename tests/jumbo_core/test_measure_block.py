@@ -38,8 +38,8 @@ def test_a_compiler_that_is_missing_is_named(monkeypatch):
 
 
 def test_products_are_those_of_the_closed_form():
-    """All products, less the convolution; the scan's are for whole chunks."""
-    net, tokens = AdventurerBlock(64), 127
+    """All products, less the convolution; one chunk, for the closed form knows those of training."""
+    net, tokens = AdventurerBlock(64), 95
 
     def multiply_adds(calls):
         return sum(call().numel() * call.args[0].shape[-1] for call in calls)

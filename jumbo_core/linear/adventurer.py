@@ -12,7 +12,7 @@ from torch import nn
 from jumbo_core import checks
 from jumbo_core.jumbo.stack import BlockStack, JumboOutput, check_mask, rates_per_block
 from jumbo_core.jumbo.token import join_slices, split_slices
-from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts
+from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts, with_heading
 from jumbo_core.linear.mamba2 import Mamba2Mixer
 from jumbo_core.linear.steps import recorded
 
@@ -86,10 +86,10 @@ class AdventurerBlock(nn.Module):
 
     def mix(self, h: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
         """The first half, the mixer with its residual: a new tensor of the shape of ``h``."""
-        u = self.norm(h)
         if padding is None:
-            y = self.mixer(torch.cat([u.mean(dim=1, keepdim=True), u], dim=1))[:, 1:]
+            y = self.mixer(with_heading(h, self.norm))[:, 1:]
         else:
+            u = self.norm(h)
             real = padding.real[..., None].to(u.dtype)
             mean = (u * real).sum(dim=1, keepdim=True) / real.sum(dim=1, keepdim=True)
             mask = torch.cat([padding.real.new_ones(len(u), 1), padding.real], dim=1)

@@ -16,6 +16,10 @@ from jumbo_core.linear.running import runs
 from jumbo_core.linear.ssd import BACKENDS, chunk_for, ssd_scan
 from jumbo_core.linear.steps import accumulation_dtype
 
+# Tokens, over all samples, that go through the mixer at once at inference: what lies between its projections is then
+# small enough for caches, and for memory that is still at hand; a system's fresh pages cost as much as small operators.
+SPAN = 512
+
 
 class MixerState(NamedTuple):
     """All that streaming carries from step to step, whatever the length so far.
@@ -133,21 +137,36 @@ class Mamba2Mixer(nn.Module):
             if state is not None:
                 raise ValueError("mask with state: padding would part the steps from those before; pass real ones only")
             x = x.masked_fill(~mask[..., None], 0)
+        if return_state and mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
+        span = max(SPAN // max(1, len(x)), SPAN // 4)
+        if x.shape[1] <= span or not self._walks(x, self.in_proj, self.conv1d, self.out_proj):
+            y, state = self._run(x, mask, state, return_state)
+        else:
+            y = None
+            for begin in range(0, x.shape[1], span):
+                part = slice(begin, begin + span)
+                of_part, state = self._run(x[:, part], None if mask is None else mask[:, part], state, True)
+                y = of_part.new_empty(x.shape) if y is None else y
+                y[:, part] = of_part
+        return (y, state) if return_state else y
+
+    def _run(
+        self, x: torch.Tensor, mask: torch.Tensor | None, state: MixerState | None, go_on: bool
+    ) -> tuple[torch.Tensor, MixerState | None]:
+        """Outputs for a sequence or a part of one, padding in x set to 0; with ``go_on`` the state after it."""
         gate, xbc, dt = self._project(x)
         mixed = self._convolve(xbc, None if state is None else state.inputs)
         y, ssm = (self._walk if self._walks(x) else self._scan)(gate, mixed, self._step_sizes(dt), mask, state)
         y = self.out_proj(y)
         if mask is not None:
             y = y.masked_fill(~mask[..., None], 0)
-        if not return_state:
-            return y
-        if mask is not None and not bool(mask[:, -1].all()):
-            raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
-        return y, MixerState(self._window(xbc, state), ssm)
+        return y, MixerState(self._window(xbc, state), ssm) if go_on else None
 
-    def _walks(self, x: torch.Tensor) -> bool:
-        """Whether scan, gate and norm go chunk by chunk, without the norm's module being called."""
-        return self.backend in ("auto", "torch") and len(x) > 0 and runs(x) and not hooked(self.norm)
+    def _walks(self, x: torch.Tensor, *others: nn.Module) -> bool:
+        """Whether scan, gate and norm go chunk by chunk; nobody may wait for the norm or ``others`` to be called."""
+        free = not any(hooked(module) for module in (self.norm, *others))
+        return self.backend in ("auto", "torch") and len(x) > 0 and runs(x) and free
 
     def _walk(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
         ssm = (self.empty_state(len(gate), dtype=gate.dtype) if state is None else state).ssm
@@ -218,6 +237,9 @@ class Mamba2Mixer(nn.Module):
 
     def _window(self, xbc: torch.Tensor, state: MixerState | None) -> torch.Tensor:
         """The last kernel - 1 inputs of the convolution, zeros where the sequence had not begun."""
+        kept = self.conv_kernel - 1
+        if xbc.shape[1] >= kept:
+            return xbc[:, xbc.shape[1] - kept :].clone()  # a view would hold on to all of them
         before = self.empty_state(len(xbc), dtype=xbc.dtype).inputs if state is None else state.inputs.to(xbc.dtype)
         return torch.cat([before, xbc], dim=1)[:, xbc.shape[1] :]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jumbo_core.linear import Mamba2Mixer, pairs, running, ssd_scan, ssd_scan_reference
-from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts
+from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts, with_heading
 from jumbo_core.linear.running import RunningScan
 from tests.conftest import max_error
 from tests.jumbo_core.scan_inputs import scan_inputs
@@ -93,6 +93,37 @@ def test_a_mixer_at_inference_equals_its_own_operators(dtype, batch, length):
         with torch.inference_mode():
             got = mixer(x, m)
         assert got.dtype == dtype and max_error(got, expected) < tolerance * expected.abs().max().item()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_mixer_in_parts_equals_the_whole(batch, monkeypatch):
+    """Part by part, with the state handed on, padding at any place; whoever hooks a projection sees the sequence."""
+    mixer, x = Mamba2Mixer(32, d_state=8, head_dim=16), torch.randn(batch, 70, 32)
+    mask = torch.rand(batch, 70) > 0.3
+    mask[:, -1] = True
+    seen = []
+    with torch.no_grad():
+        whole, masked = mixer(x, return_state=True), mixer(x, mask, return_state=True)
+        monkeypatch.setattr("jumbo_core.linear.mamba2.SPAN", 32)
+        run = Mamba2Mixer._run
+        monkeypatch.setattr(Mamba2Mixer, "_run", lambda self, x, *rest: seen.append(x.shape[1]) or run(self, x, *rest))
+        for expected, arguments in ((whole, ()), (masked, (mask,))):
+            y, state = mixer(x, *arguments, return_state=True)
+            assert max_error(y, expected[0]) < 1e-6
+            assert all(max_error(a, b) < 1e-6 for a, b in zip(state, expected[1], strict=True))
+        assert seen[:3] == ([32, 32, 6] if batch == 1 else [10, 10, 10])
+        seen.clear()
+        mixer.in_proj.register_forward_hook(lambda *_: None)
+        assert max_error(mixer(x), whole[0]) < 1e-6 and seen == [70]
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_the_heading_in_parts(batch, monkeypatch):
+    norm, h = torch.nn.RMSNorm(16), torch.randn(batch, 21, 16)
+    expected = with_heading(h, norm).detach()
+    monkeypatch.setattr("jumbo_core.linear.feed.TOKENS_AT_ONCE", 8)
+    with torch.no_grad():
+        assert max_error(with_heading(h, norm), expected) < 1e-6 if batch else expected.shape == (0, 22, 16)
 
 
 def test_hooks_on_the_inner_modules_are_called_at_inference():

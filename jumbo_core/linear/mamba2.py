@@ -139,8 +139,10 @@ class Mamba2Mixer(nn.Module):
             x = x.masked_fill(~mask[..., None], 0)
         if return_state and mask is not None and not bool(mask[:, -1].all()):
             raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
-        span = max(SPAN // max(1, len(x)), SPAN // 4)
-        if x.shape[1] <= span or not self._walks(x, self.in_proj, self.conv1d, self.out_proj):
+        span = x.shape[1]
+        if self._walks(x, self.in_proj, self.conv1d, self.out_proj):
+            span = max(SPAN // len(x), SPAN // 4)
+        if x.shape[1] <= span:
             y, state = self._run(x, mask, state, return_state)
         else:
             y = None
@@ -166,7 +168,7 @@ class Mamba2Mixer(nn.Module):
     def _walks(self, x: torch.Tensor, *others: nn.Module) -> bool:
         """Whether scan, gate and norm go chunk by chunk; nobody may wait for the norm or ``others`` to be called."""
         free = not any(hooked(module) for module in (self.norm, *others))
-        return self.backend in ("auto", "torch") and len(x) > 0 and runs(x) and free
+        return self.backend in ("auto", "torch") and runs(x) and len(x) > 0 and free
 
     def _walk(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
         ssm = (self.empty_state(len(gate), dtype=gate.dtype) if state is None else state).ssm

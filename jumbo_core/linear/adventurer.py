@@ -12,7 +12,9 @@ from torch import nn
 from jumbo_core import checks
 from jumbo_core.jumbo.stack import BlockStack, JumboOutput, check_mask, rates_per_block
 from jumbo_core.jumbo.token import join_slices, split_slices
+from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts, with_heading
 from jumbo_core.linear.mamba2 import Mamba2Mixer
+from jumbo_core.linear.steps import recorded
 
 
 class Padding(NamedTuple):
@@ -84,10 +86,10 @@ class AdventurerBlock(nn.Module):
 
     def mix(self, h: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
         """The first half, the mixer with its residual: a new tensor of the shape of ``h``."""
-        u = self.norm(h)
         if padding is None:
-            y = self.mixer(torch.cat([u.mean(dim=1, keepdim=True), u], dim=1))[:, 1:]
+            y = self.mixer(with_heading(h, self.norm))[:, 1:]
         else:
+            u = self.norm(h)
             real = padding.real[..., None].to(u.dtype)
             mean = (u * real).sum(dim=1, keepdim=True) / real.sum(dim=1, keepdim=True)
             mask = torch.cat([padding.real.new_ones(len(u), 1), padding.real], dim=1)
@@ -97,17 +99,18 @@ class AdventurerBlock(nn.Module):
 
     def feed(self, h: torch.Tensor, jumbo_ffn: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """The second half, the feed-forward networks; overwrites ``h`` when gradients are off."""
-        if not self.multiplier:
-            return h + self.drop_path(self.mlp(self.norm_mlp(h)))
-        patches, slices = h[:, : -self.multiplier], h[:, -self.multiplier :]
-        g = join_slices(slices)  # (B, J, D) -> (B, J*D)
-        g = split_slices(self.drop_path(jumbo_ffn(self.norm3(g))), self.multiplier)
-        patches_update = self.drop_path(self.mlp(self.norm_mlp(patches)))
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
-            return torch.cat([patches + patches_update, slices + g], dim=1)
-        patches.add_(patches_update)  # h is the first half's own result and nobody else holds it
-        slices.add_(g)
-        return h
+        in_place = not recorded()  # h is the first half's own result and nobody else holds it
+        patches, slices = (h[:, : -self.multiplier], h[:, -self.multiplier :]) if self.multiplier else (h, None)
+        if slices is not None:
+            g = join_slices(slices)  # (B, J, D) -> (B, J*D)
+            g = split_slices(self.drop_path(jumbo_ffn(self.norm3(g))), self.multiplier)
+            slices = slices.add_(g) if in_place else slices + g
+        if feeds_in_parts(patches, self.norm_mlp, self.mlp) and not self.training:
+            feed_in_parts(patches, self.norm_mlp, self.mlp)
+            return h
+        update = self.drop_path(self.mlp(self.norm_mlp(patches)))
+        patches = patches.add_(update) if in_place else patches + update
+        return h if in_place else patches if slices is None else torch.cat([patches, slices], dim=1)
 
 
 class AdventurerEncoder(BlockStack):

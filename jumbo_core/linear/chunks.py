@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from jumbo_core.linear import factors, pairs
+from jumbo_core.linear import factors, pairs, running
 from jumbo_core.linear.steps import Steps, Workspace, accumulation_dtype, recorded
 
 # Pairs of steps, times heads and samples, worked on at once: 4 MB of fp32, what caches hold and few enough calls.
@@ -36,6 +36,8 @@ def scan_chunks(
     keep_states: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(y, last state, states before every chunk (b, chunks, H, P, N) if kept); arguments as for :func:`ssd_scan`."""
+    if running.runs(x) and not keep_states and x.numel():
+        return *running.scan(x, dt, A, B, C, D, state, chunk_size), None
     outputs, starts, space, whole = [], [], Workspace(), None
     for begin, end, q in spans(x, chunk_size):
         steps = Steps.cut(x, dt, A, B, C, begin, end, q, state.dtype)

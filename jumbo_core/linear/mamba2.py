@@ -11,8 +11,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core import checks
-from jumbo_core.linear.ssd import BACKENDS, ssd_scan
+from jumbo_core.linear.feed import hooked
+from jumbo_core.linear.inside import walk
+from jumbo_core.linear.running import runs
+from jumbo_core.linear.ssd import BACKENDS, chunk_for, ssd_scan
 from jumbo_core.linear.steps import accumulation_dtype
+
+# Tokens, over all samples, that go through the mixer at once at inference: what lies between its projections is then
+# small enough for caches, and for memory that is still at hand; a system's fresh pages cost as much as small operators.
+SPAN = 512
 
 
 class MixerState(NamedTuple):
@@ -140,12 +147,51 @@ class Mamba2Mixer(nn.Module):
             if state is not None:
                 raise ValueError("mask with state: padding would part the steps from those before; pass real ones only")
             x = x.masked_fill(~mask[..., None], 0)
+        if return_state and mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
+        span = x.shape[1]
+        if self._walks(x, self.in_proj, self.conv1d, self.out_proj):
+            span = max(SPAN // len(x), SPAN // 4)
+        if x.shape[1] <= span:
+            y, state = self._run(x, mask, state, return_state)
+        else:
+            y = None
+            for begin in range(0, x.shape[1], span):
+                part = slice(begin, begin + span)
+                of_part, state = self._run(x[:, part], None if mask is None else mask[:, part], state, True)
+                y = of_part.new_empty(x.shape) if y is None else y
+                y[:, part] = of_part
+        return (y, state) if return_state else y
+
+    def _run(
+        self, x: torch.Tensor, mask: torch.Tensor | None, state: MixerState | None, go_on: bool
+    ) -> tuple[torch.Tensor, MixerState | None]:
+        """Outputs for a sequence or a part of one, padding in x set to 0; with ``go_on`` the state after it."""
         gate, xbc, dt = self._project(x)
         mixed = self._convolve(xbc, None if state is None else state.inputs)
+        y, ssm = (self._walk if self._walks(x) else self._scan)(gate, mixed, self._step_sizes(dt), mask, state)
+        y = self.out_proj(y)
+        if mask is not None:
+            y = y.masked_fill(~mask[..., None], 0)
+        return y, MixerState(self._window(xbc, state), ssm) if go_on else None
+
+    def _walks(self, x: torch.Tensor, *others: nn.Module) -> bool:
+        """Whether scan, gate and norm go chunk by chunk; nobody may wait for the norm or ``others`` to be called."""
+        free = not any(hooked(module) for module in (self.norm, *others))
+        return self.backend in ("auto", "torch") and runs(x) and len(x) > 0 and free
+
+    def _walk(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
+        ssm = (self.empty_state(len(gate), dtype=gate.dtype) if state is None else state).ssm
+        dt = dt if mask is None else dt.masked_fill(~mask[..., None], 0)  # the end of padding's part in the state
+        chunk_size = chunk_for(gate.shape, running=True) if self.chunk_size == "auto" else self.chunk_size
+        with torch.autocast(gate.device.type, enabled=False):
+            return walk(self, gate, mixed, dt, ssm.to(dt.dtype), chunk_size)
+
+    def _scan(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
         inner, B, C = mixed.split([self.inner, self.d_state, self.d_state], dim=-1)
         y, ssm = ssd_scan(
             inner.unflatten(-1, (self.num_heads, self.head_dim)),
-            self._step_sizes(dt),
+            dt,
             self._decay(),
             B,
             C,
@@ -155,14 +201,7 @@ class Mamba2Mixer(nn.Module):
             mask=mask,
             backend=self.backend,
         )
-        y = self.out_proj(self.norm(y.flatten(2), gate))
-        if mask is not None:
-            y = y.masked_fill(~mask[..., None], 0)
-        if not return_state:
-            return y
-        if mask is not None and not bool(mask[:, -1].all()):
-            raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
-        return y, MixerState(self._window(xbc, state), ssm)
+        return self.norm(y.flatten(2), gate), ssm
 
     def step(self, x: torch.Tensor, state: MixerState) -> tuple[torch.Tensor, MixerState]:
         """One step of streaming: (B, D) -> (B, D) and the next state; cost and memory do not grow with the past.
@@ -200,11 +239,19 @@ class Mamba2Mixer(nn.Module):
         length = xbc.shape[1]
         if before is not None:
             xbc = torch.cat([before.to(xbc.dtype), xbc], dim=1)
-        out = self.conv1d(xbc.transpose(1, 2))[..., xbc.shape[1] - length : xbc.shape[1]]
-        return F.silu(out).transpose(1, 2)
+        end, xbc = xbc.shape[1], xbc.transpose(1, 2)
+        if runs(xbc) and torch.backends.mkldnn.is_available() and not hooked(self.conv1d):
+            # The same convolution on rows as they lie: a picture of height 1, channels last.
+            weight, pad = self.conv1d.weight[:, :, None], (0, self.conv_kernel - 1)
+            out = F.conv2d(xbc[:, :, None], weight, self.conv1d.bias, padding=pad, groups=len(weight))[:, :, 0]
+            return F.silu(out[..., end - length : end], inplace=True).transpose(1, 2)
+        return F.silu(self.conv1d(xbc)[..., end - length : end]).transpose(1, 2)
 
     def _window(self, xbc: torch.Tensor, state: MixerState | None) -> torch.Tensor:
         """The last kernel - 1 inputs of the convolution, zeros where the sequence had not begun."""
+        kept = self.conv_kernel - 1
+        if xbc.shape[1] >= kept:
+            return xbc[:, xbc.shape[1] - kept :].clone()  # a view would hold on to all of them
         before = self.empty_state(len(xbc), dtype=xbc.dtype).inputs if state is None else state.inputs.to(xbc.dtype)
         return torch.cat([before, xbc], dim=1)[:, xbc.shape[1] :]
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from jumbo_core import checks
 from jumbo_core.linear.backends import fused_backend, fused_scan
 from jumbo_core.linear.chunks import ChunkedScan, scan_chunks
+from jumbo_core.linear.running import runs
 from jumbo_core.linear.steps import accumulation_dtype
 
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
@@ -63,7 +64,9 @@ def ssd_scan(
     _check_shapes(x, dt, A, B, C, D, initial_state, mask)
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
-    chunk_size = chunk_for(x.shape) if chunk_size == "auto" else checks.integer("chunk_size", chunk_size)
+    if chunk_size == "auto":
+        chunk_size = chunk_for(x.shape, running=runs(x))
+    chunk_size = checks.integer("chunk_size", chunk_size)
     if mask is not None:
         # Where, not a product: padding may hold anything, and 0 * inf is no number.
         x = x.masked_fill(~mask[..., None, None], 0)
@@ -134,10 +137,13 @@ def ssd_scan_reference(
     return torch.stack(outputs, dim=1).to(x.dtype), state
 
 
-def chunk_for(shape: tuple[int, ...]) -> int:
-    """Chunk size for inputs of this shape: short sequences are one chunk, long ones go in chunks that fit a cache."""
-    length = shape[1]
-    return length if length <= 96 else 64
+def chunk_for(shape: tuple[int, ...], *, running: bool = False) -> int:
+    """Chunk size for inputs of this shape: short sequences are one chunk, long ones go in chunks that fit a cache.
+
+    ``running``: at inference on a CPU, where chunks run one by one and every one costs a dozen calls.
+    """
+    length, size = shape[1], 128 if running else 64
+    return length if length <= 1.5 * size else size
 
 
 def _check_shapes(x, dt, A, B, C, D, initial_state, mask) -> None:

@@ -59,7 +59,8 @@ def test_equals_the_words(flip, multiplier, share):
         again = net(patches)
     assert max_error(again.patches, net.norm(expected[-1])[:, :7]) < 1e-4
     assert again.jumbo.shape == (2, multiplier or 1, 16)
-    early = net.intermediates(patches, [2, 0])
+    with torch.no_grad():
+        early = net.intermediates(patches, [2, 0])
     assert torch.equal(early[0].patches, collected[2][:, :7]) and torch.equal(early[1].patches, collected[0][:, :7])
 
 

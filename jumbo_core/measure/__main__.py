@@ -1,4 +1,4 @@
-"""``python -m jumbo_core.measure``: ``flops`` (closed forms), ``scan``, ``images`` and ``tofu`` (timings)."""
+"""``python -m jumbo_core.measure``: what models cost, in closed form (``flops``) and by the clock (all others)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import timm
 import torch
 
-from jumbo_core.measure import images, scan, tofu
+from jumbo_core.measure import scaling, scan, speed, tofu
 from jumbo_core.measure.flops import count_parameters, multiply_adds
 from jumbo_core.measure.report import markdown_table
 
@@ -49,9 +49,15 @@ def main(arguments: list[str] | None = None) -> None:
     flops = commands.add_parser("flops", help="parameters and multiply-adds in closed form, as a table")
     flops.add_argument("models", nargs="*", default=SIZES, help="timm names of our models (default: every size)")
     flops.add_argument("--image-size", type=int, default=224, help="pixels of each side (default 224)")
+    for module, purpose in (
+        (speed, "whole models by name against each other, ours and peers: inference or training"),
+        (scaling, "time and memory over image sizes"),
+    ):
+        parser_of = commands.add_parser(module.__name__.rpartition(".")[2], help=purpose, description=module.__doc__)
+        module.add_arguments(parser_of)
+        parser_of.set_defaults(run=module.run)
     for name, repeats, purpose in (
         ("scan", 15, "the scan against Transformers' torch path, and how it grows with length"),
-        ("images", 5, "models of one width on images up to 1024x2048"),
         ("tofu", 15, "token fusion in a ViT-B: time saved against multiply-adds saved"),
     ):
         timing = commands.add_parser(name, help=purpose)
@@ -62,10 +68,13 @@ def main(arguments: list[str] | None = None) -> None:
             timing.add_argument("--batch", type=int, nargs="+", default=[8, 1], help="batch sizes (default 8 1)")
             timing.add_argument("-r", type=int, default=16, help="tokens that leave in each block (default 16)")
     options = parser.parse_args(arguments)
+    if hasattr(options, "run"):
+        options.run(options)
+        return
     if options.command == "flops":
         print(flops_table(options.models, options.image_size))
         return
-    module = {"scan": scan, "images": images, "tofu": tofu}[options.command]
+    module = {"scan": scan, "tofu": tofu}[options.command]
     settings = dict(batches=options.batch, r=options.r) if module is tofu else {}
     result = module.measure(repeats=options.repeats, threads=options.threads, **settings)
     result["table"] = module.table(result)

@@ -1,4 +1,4 @@
-"""Peak memory of a call, in a process of its own."""
+"""Peak memory of a call: on the CPU in a process of its own, on CUDA by torch's own count."""
 
 from __future__ import annotations
 
@@ -24,6 +24,17 @@ def peak_memory(prepare: Callable[..., Callable[[], object]], *arguments, thread
     """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(_measure, prepare, arguments, threads).result()
+
+
+def peak_memory_cuda(call: Callable[[], object]) -> float:
+    """MiB of device memory that torch allocates at most during a call, beyond what is allocated before it."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with torch.inference_mode():
+        call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _measure(prepare: Callable[..., Callable[[], object]], arguments: tuple, threads: int) -> float:

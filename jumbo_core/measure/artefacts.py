@@ -57,8 +57,10 @@ def draw(path: Path, result: dict, picture: Callable[[dict, object], None]) -> N
     figure.savefig(path, dpi=130)
 
 
-def write(out: Path, name: str, result: dict, picture: Callable[[dict, object], None]) -> None:
+def write(out: Path, name: str, result: dict, picture: Callable[[dict, object], None] | None) -> None:
     """Write a result: a path ending in .json is that file alone, any other the folder of name.json, .csv and .png.
+
+    ``picture``: see :func:`draw`; None: the result has none.
 
     Raises:
         ImportError: matplotlib is missing; JSON and CSV are written by then.
@@ -67,5 +69,6 @@ def write(out: Path, name: str, result: dict, picture: Callable[[dict, object], 
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1) + "\n")
     if file != out:
-        write_csv(file.with_suffix(".csv"), result["rows"])
-        draw(file.with_suffix(".png"), result, picture)
+        write_csv(file.with_suffix(".csv"), result.get("rows", [result]))
+        if picture is not None:
+            draw(file.with_suffix(".png"), result, picture)

@@ -41,6 +41,8 @@ def widened(parameters: int, *, registers: int = 16) -> dict:
     return dict(embed_dim=width, num_heads=widths[width], reg_tokens=registers)
 
 
+CIFAR = dict(patch_size=4, depth=4, num_classes=10)
+
 # Name: timm name and constructor arguments. What "nearest" means: ratio of parameters, at 224 pixels, 1,000 classes.
 PRESETS: dict[str, tuple[str, dict]] = {
     **{f"vit_{size}": (f"vit_{size}_patch16_224", {}) for size in ("tiny", "small", "base")},
@@ -57,6 +59,9 @@ PRESETS: dict[str, tuple[str, dict]] = {
     "mobilenetv4_l": ("mobilenetv4_hybrid_large", {}),
     "vit_wide_tiny": ("vit_tiny_patch16_224", widened(17_520_424)),
     "vit_wide_small": ("vit_small_patch16_224", widened(66_890_344)),
+    # Those of benchmarks.cifar, for photos of 32x32; timm's class where they are plain ViTs.
+    **{f"cifar_jumbo_{d}": ("jumbo_tiny_patch16_224", CIFAR | dict(embed_dim=d, num_heads=d // 16)) for d in (32, 64)},
+    "cifar_registers_64": ("vit_tiny_patch16_224", CIFAR | dict(embed_dim=64, num_heads=4, reg_tokens=16)),
     # adventurer_tiny with the mixers of Transformers' Mamba-2 in place of ours.
     "transformers:mamba2": ("adventurer_tiny_patch16_224@transformers", {}),
 }

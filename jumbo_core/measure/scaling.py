@@ -6,7 +6,6 @@ import argparse
 import math
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -42,12 +41,12 @@ PRESETS = {
         SIZES,
         {},
     ),
-    # What the linear student is for: in place of a ViT-B, at the sizes of dense prediction. With 8,192 tokens, scores
-    # as a tensor take 3 GiB a block and their softmax as much.
+    # What the linear student is for: in place of a ViT-B, at the sizes of dense prediction. Scores as a tensor take
+    # 3 GiB a block with 8,192 tokens, and their softmax as much.
     "vit_b": Preset(
         ("vit_b", "vit_b@materialised", "jumbo_adventurer_small_patch16_224"),
         ((512, 512), (512, 1024), (1024, 1024), (1024, 2048)),
-        {"vit_b@materialised": 4096},
+        {"vit_b@materialised": 2048},
     ),
 }
 
@@ -166,19 +165,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the whole model (default float32)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--no-memory", action="store_true", help="skip peak memory, a new process for each row")
-    parser.add_argument("--out", type=Path, help="a .json file, or a folder for scaling.json, .csv and .png")
 
 
-def run(options: argparse.Namespace) -> None:
+def result_of(options: argparse.Namespace) -> dict:
     if bool(options.models) == bool(options.preset):
         raise SystemExit(f"scaling takes names of models or --preset ({', '.join(PRESETS)}), one of the two")
     chosen = PRESETS[options.preset] if options.preset else Preset(tuple(options.models), SIZES, {})
-    result = measure(
+    return measure(
         chosen.models, sizes=options.sizes or chosen.sizes, until=chosen.until, batch=options.batch,
         repeats=options.repeats, seconds=options.seconds, threads=options.threads, dtype=options.dtype,
         device=options.device, memory=not options.no_memory,
     )  # fmt: skip
-    result["table"] = table(result)
-    print(result["table"])
-    if options.out:
-        artefacts.write(options.out, "scaling", result, picture)

@@ -37,6 +37,7 @@ def measure(
     device: str | None = None,
     train: bool = False,
     memory: bool = True,
+    seconds: float = math.inf,
 ) -> dict:
     """Time models in turns; every one passes a gate first, and nothing is timed otherwise.
 
@@ -50,6 +51,7 @@ def measure(
         device: "cpu" or "cuda". Default: CUDA where there is one.
         train: time training steps (forward, cross-entropy, backward, AdamW) in place of inference.
         memory: also measure peak memory; on the CPU that is a new process for every row, some seconds each.
+        seconds: rounds of a batch size are cut to about so many, at least 3. Default: none are cut.
 
     Returns:
         JSON-ready dict; one of "rows" per batch and model. "ms" and "times_first" have median and quartiles, the latter
@@ -67,7 +69,8 @@ def measure(
     if len(set(models)) < len(models) or not models:
         raise ValueError(f"models must be at least one name and all different, got {list(models)}")
     torch.set_num_threads(threads)
-    settings = dict(repeats=repeats, threads=threads, dtype=dtype, device=device, train=train, memory=memory)
+    settings = dict(repeats=repeats, threads=threads, dtype=dtype, device=device, train=train)
+    settings |= dict(memory=memory, seconds=seconds)
     rows = [row for batch in batches for row in compare(contenders, checks.integer("batch", batch), **settings)]
     return {
         "command": command_line(), "environment": environment(), "device": device, "dtype": dtype, "train": train,
@@ -90,15 +93,15 @@ def compare(
     """Rows of :func:`measure` for one batch size; ``seconds`` cuts the rounds to what they may take, at least 3."""
     make = training if train else inference
     calls = {one.text: make(one, batch, dtype, device) for one in contenders}
-    distances = {}
+    distances, took = {}, 0.0
     for one in contenders:
         if train:
-            check_training(one, calls[one.text])
+            took += check_training(one, calls[one.text])
         else:
-            distances[one.text] = check_inference(one, calls[one.text], dtype, device)
-    took = sum(ms for (ms,) in take_turns(calls, 1, warmup=0, device=device).values()) / 1e3
-    rounds = max(3, min(repeats, int(min(seconds / took, repeats)))) if seconds < math.inf else repeats
-    times = take_turns(calls, rounds, warmup=0 if took > 5 else 1, device=device)
+            distances[one.text], second = check_inference(one, calls[one.text], dtype, device)
+            took += second
+    rounds = repeats if seconds == math.inf else max(3, int(min(seconds / took, repeats)))
+    times = take_turns(calls, rounds, warmup=1 if took < 5 else 0, device=device)  # the gate warmed up slow ones
     first, rows = times[contenders[0].text], []
     for one in contenders:
         own = times[one.text]
@@ -190,21 +193,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default 1)")
     parser.add_argument("--image-size", type=artefacts.size, default=(224, 224), help="N or HxW (default 224)")
     parser.add_argument("--repeats", type=int, default=15, help="timed rounds (default 15)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="cut rounds to about so many, at least 3 rounds"
+    )
     parser.add_argument("--threads", type=int, default=2, help="default 2")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the whole model (default float32)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--train", action="store_true", help="forward, backward and optimiser step")
     parser.add_argument("--no-memory", action="store_true", help="skip peak memory, a new process for each row")
-    parser.add_argument("--out", help="a .json file, or a folder for speed.json, .csv and .png", type=artefacts.Path)
 
 
-def run(options: argparse.Namespace) -> None:
-    result = measure(
+def result_of(options: argparse.Namespace) -> dict:
+    return measure(
         options.models, batches=options.batch, image_size=options.image_size, repeats=options.repeats,
         threads=options.threads, dtype=options.dtype, device=options.device, train=options.train,
-        memory=not options.no_memory,
+        memory=not options.no_memory, seconds=options.seconds,
     )  # fmt: skip
-    result["table"] = table(result)
-    print(result["table"])
-    if options.out:
-        artefacts.write(options.out, "speed", result, picture)

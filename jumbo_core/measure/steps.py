@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -83,26 +84,31 @@ def prepared(text: str, size: tuple[int, int], batch: int, dtype: str, train: bo
 
 
 @torch.inference_mode()
-def check_inference(one: Contender, call: partial, dtype: str, device: str) -> float:
+def check_inference(one: Contender, call: partial, dtype: str, device: str) -> tuple[float, float]:
     """Logits are finite, of the right shape and the same in a second call; forms agree with the plain fp32 model.
 
     Returns:
-        Relative L2 distance from the logits of the plain fp32 model; 0 for the plain model itself.
+        Relative L2 distance from the logits of the plain fp32 model, 0 for the plain model itself; and about how many
+        seconds a call takes.
 
     Raises:
         RuntimeError: they are not, or do not.
     """
     (images,) = call.args
-    logits, again = call(), call()
+    logits = call()
+    start = time.perf_counter()
+    again = call()
+    same = torch.equal(logits, again) if device == "cpu" else torch.allclose(logits, again, rtol=1e-3, atol=1e-3)
+    seconds = time.perf_counter() - start
     classes = call.func.num_classes
     shape = (len(images), classes) if classes else (len(images), call.func.num_features)
     if tuple(logits.shape) != shape or not logits.isfinite().all():
         raise RuntimeError(f"{one.text}: logits {tuple(logits.shape)} must be finite and {shape}; nothing was timed")
-    if not (torch.equal(logits, again) if device == "cpu" else torch.allclose(logits, again, rtol=1e-3, atol=1e-3)):
+    if not same:
         raise RuntimeError(f"{one.text}: a second call gives other logits; nothing was timed")
     tolerance = one.tolerance(dtype)
     if not tolerance:
-        return 0.0
+        return 0.0, seconds
     expected = one.build(device=device, plain=True)(images.float())
     distance = ((logits.float() - expected).norm() / expected.norm()).item()
     if not distance <= tolerance:
@@ -110,15 +116,19 @@ def check_inference(one: Contender, call: partial, dtype: str, device: str) -> f
             f"{one.text}: logits are off those of the plain fp32 model by {distance:.1e} of their norm, more than "
             f"{tolerance:.0e}; nothing was timed"
         )
-    return distance
+    return distance, seconds
 
 
-def check_training(one: Contender, step: Callable[[], torch.Tensor]) -> None:
-    """Losses are finite and fall.
+def check_training(one: Contender, step: Callable[[], torch.Tensor]) -> float:
+    """Losses are finite and fall. Returns about how many seconds a step takes.
 
     Raises:
         RuntimeError: they are not, or do not.
     """
-    losses = [step().item() for _ in range(4)]
+    losses = [step().item() for _ in range(3)]
+    start = time.perf_counter()
+    losses.append(step().item())
+    seconds = time.perf_counter() - start
     if not all(0 <= loss < 1e6 for loss in losses) or losses[-1] >= losses[0]:
         raise RuntimeError(f"{one.text}: losses {losses} must be finite and fall; nothing was timed")
+    return seconds

@@ -241,3 +241,12 @@ def test_scaling_says_what_it_leaves_out():
 def test_flat_rows():
     row = dict(ms=dict(median=2, quartiles=[1, 3]), size=[1, 2], rounds_ms=[1, 2, 3], model="m")
     assert flat(row) == dict(ms=2, ms_low=1, ms_high=3, size="[1, 2]", model="m")
+
+
+def test_flops(tmp_path, capsys):
+    command.main(["flops", "test_jumbo", "test_adventurer", "--image-size", "64", "--out", str(tmp_path)])
+    rows = json.loads((tmp_path / "flops.json").read_text())["rows"]
+    assert [row["multiply_adds"] for row in rows] == [
+        multiply_adds(timm.create_model(name), 64) for name in ("test_jumbo", "test_adventurer")
+    ]
+    assert "| test_jumbo | 16 | 2 |" in capsys.readouterr().out and len(list(tmp_path.iterdir())) == 2

@@ -32,9 +32,9 @@ def widened(parameters: int, *, registers: int = 16) -> dict:
     Widened symmetrically: width and heads grow, depth stays. Of the widths with a head size that is a multiple of 8
     from 48 to 80 (64 is the usual one), the nearest to the solution D of
 
-        12 (12 D^2 + 13 D) + (768 + 1) D + (197 + R) D + 2 D + 1000 (D + 1) = parameters
+        12 (12 D^2 + 13 D) + (768 + 1) D + (196 + 2 (1 + R)) D + 2 D + 1000 (D + 1) = parameters
     """
-    linear = 12 * 13 + 769 + 197 + registers + 2 + 1000
+    linear = 12 * 13 + 769 + 196 + 2 * (1 + registers) + 2 + 1000
     exact = (-linear + math.sqrt(linear**2 + 4 * 144 * (parameters - 1000))) / (2 * 144)
     widths = {heads * size: heads for size in (48, 56, 72, 80, 64) for heads in range(1, 33)}  # 64 where it will do
     width = min(widths, key=lambda d: abs(d - exact))

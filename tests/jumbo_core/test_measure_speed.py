@@ -73,6 +73,9 @@ def test_widened_vits_have_the_parameters_of_jumbo_models(size, least):
 def test_closed_form_of_the_width_is_exact():
     with torch.device("meta"):
         model = timm.create_model("vit_tiny_patch16_224", embed_dim=320, num_heads=5, reg_tokens=4)
+    d = 320
+    closed = 12 * (12 * d * d + 13 * d) + 769 * d + (196 + 2 * (1 + 4)) * d + 2 * d + 1000 * (d + 1)
+    assert count_parameters(model) == closed
     assert widened(count_parameters(model), registers=4) == dict(embed_dim=320, num_heads=5, reg_tokens=4)
 
 
@@ -110,8 +113,8 @@ def test_cifar_models_are_those_that_were_trained():
     trained = {(row["contender"], row["width"]): row["parameters"] for row in rows}
     for width in (32, 64):
         assert contender(f"cifar_jumbo_{width}", 32).parameters == trained["Jumbo J=6", width]
-    # timm's class has a position of its own for the class token.
-    assert contender("cifar_registers_64", 32).parameters == trained["ViT + 16 registers", 64] + 64
+    # timm's class has positions for its 17 prefix tokens as well.
+    assert contender("cifar_registers_64", 32).parameters == trained["ViT + 16 registers", 64] + 17 * 64
 
 
 # --- forms and gate ---

@@ -109,6 +109,8 @@ def check_inference(one: Contender, call: partial, dtype: str, device: str) -> t
     tolerance = one.tolerance(dtype)
     if not tolerance:
         return 0.0, seconds
+    if device == "cuda":
+        tolerance = max(tolerance, 5e-3)  # convolutions there run in TF32, and differ by the algorithm
     expected = one.build(device=device, plain=True)(images.float())
     distance = ((logits.float() - expected).norm() / expected.norm()).item()
     if not distance <= tolerance:

@@ -227,6 +227,14 @@ def test_training_with_peak_memory():
     assert "ms per step" in speed.table(result)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("train", [False, True])
+def test_speed_on_cuda(train):
+    result = speed.measure([TINY, JUMBO], batches=[4], image_size=32, repeats=3, train=train)
+    assert result["device"] == "cuda"
+    assert all(row["peak_MiB"] > 0 and row["ms"]["median"] > 0 for row in result["rows"])
+
+
 def test_scaling(tmp_path):
     pytest.importorskip("matplotlib")
     command.main(["scaling", TINY.partition("@")[0], JUMBO, "--sizes", "32", "64x32", "64", "--repeats", "2",

@@ -49,6 +49,9 @@ def run(options: argparse.Namespace) -> None:
         if device == "cuda" and not piece.on_cuda:
             print(f"{piece.name}: measured on CPUs only")
             continue
+        if options.quick and piece.quick is None:
+            print(f"{piece.name}: not in the short form")
+            continue
         known = piece.name in file.runs
         result = file.run(piece.name, lambda piece=piece: measure(piece, **settings))
         print(f"{piece.name}: {'in the file' if known else 'measured'}, {result['took_s']:.0f} s", flush=True)
@@ -109,5 +112,5 @@ def lead_of(content: dict, missing: list[str]) -> list[str]:
         "are medians, in brackets the quartiles; ratios are paired within each round."
     ]
     if missing:
-        lead.append(f"Not measured yet: {', '.join(missing)}.")
+        lead.append(f"Not measured here: {', '.join(missing)}.")
     return lead

@@ -40,21 +40,21 @@ class Piece(NamedTuple):
     """One table of the report.
 
     name: of its files. title, text: above the table. words: its command, after ``python -m jumbo_core.measure``.
-    quick: words added in the short form. targets: results by name -> what must hold; results that are missing are
-    missing there too. on_cuda: whether the command measures on a GPU as well.
+    quick: words for the short form, in place of options of the same name; None: not in it. targets: results by name ->
+    what must hold; results that are missing are missing there too. on_cuda: whether it measures on a GPU as well.
     """
 
     name: str
     title: str
     text: str
     words: str
-    quick: str
+    quick: str | None
     targets: Callable[[dict[str, dict]], list[Target]] = lambda results: []
     on_cuda: bool = True
 
     def command(self, *, quick: bool, threads: int, device: str) -> list[str]:
         """Arguments of the command, as in :func:`jumbo_core.measure.commands.make_parser`."""
-        words = override(shlex.split(self.words), shlex.split(self.quick)) if quick else shlex.split(self.words)
+        words = override(shlex.split(self.words), shlex.split(self.quick) if quick and self.quick else [])
         words += ["--threads", str(threads)]
         return [*words, "--device", device] if self.on_cuda else words
 
@@ -200,6 +200,15 @@ PIECES = (
         "speed jumbo_small_patch16_224 jumbo_small_patch16_224@int8 efficientvit_l@channels-last mobilenetv4_l "
         "mobilenetv4_l@channels-last --batch 1 8 --no-memory --seconds 20",
         "--seconds 6",
+    ),
+    Piece(
+        "compile",
+        "torch.compile",
+        "Eager against compiled, time to compile not counted.",
+        "speed jumbo_tiny_patch16_224 jumbo_tiny_patch16_224@compile jumbo_tiny_patch16_224@int8 "
+        "jumbo_tiny_patch16_224@int8+compile vit_registers_tiny vit_registers_tiny@compile --batch 1 8 --no-memory "
+        "--seconds 10",
+        None,
     ),
     Piece(
         "scan",

@@ -5,7 +5,7 @@ import torch
 
 from jumbo_core.measure import scan
 from jumbo_core.measure.memory import peak_memory
-from jumbo_core.measure.turns import paired, take_turns
+from jumbo_core.measure.turns import paired, spread, take_turns
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,7 @@ def test_warm_up_is_not_counted_and_ratios_are_paired():
     times = take_turns({"a": lambda: next(count)}, 2, warmup=7)
     assert len(times["a"]) == 2 and next(count, None) is None
     # Round by round 2, 4, 3 times as fast; the ratio of the medians would be 4.
+    assert spread([1.0, 9.0]) == {"median": 5, "quartiles": [3, 7]}
     assert paired([2.0, 8.0, 9.0], [1.0, 2.0, 3.0])["median"] == 3
 
 

@@ -117,7 +117,7 @@ def test_report(small, tmp_path, capsys):
         str(tmp_path),
     ]
     command.main([*words, "--only", "two"])
-    assert "Not measured yet: one." in (tmp_path / "benchmarks.md").read_text()
+    assert "Not measured here: one." in (tmp_path / "benchmarks.md").read_text()
     first = json.loads((tmp_path / "report.json").read_text())["runs"]["two"]
 
     command.main([*words, "--markdown", str(tmp_path / "docs" / "b.md")])
@@ -132,7 +132,7 @@ def test_report(small, tmp_path, capsys):
     assert len(list(csv.DictReader((tmp_path / "two.csv").open()))) == 4
 
     markdown, html = (tmp_path / "docs" / "b.md").read_text(), (tmp_path / "index.html").read_text()
-    assert markdown.index("## First") < markdown.index("## Second") and "Not measured yet" not in markdown
+    assert markdown.index("## First") < markdown.index("## Second") and "Not measured here" not in markdown
     assert runs["one"]["table"] in markdown and runs["one"]["environment"]["commit"][:7] in markdown
     assert "| First | more | at least 9 | 3.00 | missed by 67 % |" in markdown
     assert "`python -m benchmarks.optimize_cifar` makes it" in markdown  # no such file in that folder
@@ -148,7 +148,14 @@ def test_tables_that_are_of_cpus_alone_are_named_on_cuda(monkeypatch, tmp_path, 
     monkeypatch.setattr(collection, "PIECES", SMALL[2:])
     command.main(["report", "--device", "cuda", "--out", str(tmp_path), "--results", str(tmp_path)])
     assert "cpu: measured on CPUs only" in capsys.readouterr().out
-    assert "Not measured yet: cpu." in (tmp_path / "benchmarks.md").read_text()
+    assert "Not measured here: cpu." in (tmp_path / "benchmarks.md").read_text()
+
+
+def test_tables_of_the_full_form_alone_are_named_in_the_short_one(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(collection, "PIECES", (Piece("long", "Fourth", "", "scan", None),))
+    command.main(["report", "--quick", "--device", "cpu", "--out", str(tmp_path), "--results", str(tmp_path)])
+    assert "long: not in the short form" in capsys.readouterr().out
+    assert "Not measured here: long." in (tmp_path / "benchmarks.md").read_text()
 
 
 def test_evidence_of_other_commands_is_shown_with_its_source(tmp_path):

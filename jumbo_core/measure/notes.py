@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from jumbo_core.measure.page import Section, source_of
+from jumbo_core.measure.pieces import Target
 
 # By table of the report; shown where it misses a target.
 TRIED: dict[str, str] = {}
@@ -37,11 +38,18 @@ def evidence_sections(results: Path) -> list[Section]:
         path = results / f"{name}.json"
         content = json.loads(path.read_text()) if path.is_file() else {}
         if "table" in content:
-            sections.append(Section(title, text, content["table"], source_of(content)))
+            targets = [target.cells() for target in agreement_targets(content)] if name == "optimize_cifar" else []
+            sections.append(Section(title, text, content["table"], source_of(content), targets))
         else:
             missing = f"There is no finished {path}: `python -m benchmarks.{name}` makes it."
             sections.append(Section(title, text, missing, ""))
     return sections
+
+
+def agreement_targets(content: dict) -> list[Target]:
+    """What benchmarks.optimize_cifar must show: share of test photos with the class that fp32 gives, in percent."""
+    found = {name: row["agreement"] for name, row in content["quality"].items()}
+    return [Target(f"same class as fp32 (%), {form}", 99, found.get(form)) for form in ("int8", "bfloat16")]
 
 
 def accuracy_note(path: Path) -> str:

@@ -138,18 +138,16 @@ def peak(one: Contender, call, batch: int, dtype: str, device: str, train: bool,
 
 
 def table(result: dict) -> str:
-    """The result as markdown."""
-    first = result["rows"][0]["model"]
-    header = [
-        "batch", "model", "parameters (M)", "GMAC", "ms per step" if result["train"] else "ms", "images/s",
-        f"times the speed of {first}", "peak memory (MiB)",
-    ]  # fmt: skip
-    if not result["train"]:
-        header.append("logits off fp32 by")
-    return markdown_table(header, [_cells(row, result["train"]) for row in result["rows"]])
+    """The result as markdown; columns that no row has are left out."""
+    rows = result["rows"]
+    memory, distance = any("peak_MiB" in row for row in rows), any(row.get("distance") for row in rows)
+    header = ["batch", "model", "parameters (M)", "GMAC", "ms per step" if result["train"] else "ms", "images/s"]
+    header += [f"times the speed of {rows[0]['model']}"]
+    header += ["peak memory (MiB)"] * memory + ["logits off fp32 by"] * distance
+    return markdown_table(header, [_cells(row, memory, distance) for row in rows])
 
 
-def _cells(row: dict, train: bool) -> list[str]:
+def _cells(row: dict, memory: bool, distance: bool) -> list[str]:
     low, high = row["ms"]["quartiles"]
     slow, fast = row["times_first"]["quartiles"]
     cells = [
@@ -157,9 +155,12 @@ def _cells(row: dict, train: bool) -> list[str]:
         "-" if row["GMAC"] is None else f"{row['GMAC']:.2f}",
         f"{row['ms']['median']:.1f} ({low:.1f} to {high:.1f})", f"{row['images_per_s']:.1f}",
         f"{row['times_first']['median']:.2f} ({slow:.2f} to {fast:.2f})",
-        f"{row['peak_MiB']:.0f}" if "peak_MiB" in row else "-",
     ]  # fmt: skip
-    return cells if train else [*cells, f"{100 * row['distance']:.2g} %" if row["distance"] else "-"]
+    if memory:
+        cells.append(f"{row['peak_MiB']:.0f}")
+    if distance:
+        cells.append(f"{100 * row['distance']:.1g} %" if row["distance"] else "-")
+    return cells
 
 
 def picture(result: dict, axes) -> None:

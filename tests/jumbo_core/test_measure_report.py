@@ -170,6 +170,16 @@ def test_evidence_of_other_commands_is_shown_with_its_source(tmp_path):
     )
 
 
+def test_agreement_of_low_latency_forms_is_a_target(tmp_path):
+    where = dict(processor="A", threads=2, torch="2", date="today", commit="abcdefghij", gpu=None)
+    quality = dict(float32=dict(agreement=100), int8=dict(agreement=98.5), bfloat16=dict(agreement=99.9))
+    (tmp_path / "optimize_cifar.json").write_text(
+        json.dumps(dict(command="c", environment=where, table="| a |\n| --- |\n| 1 |", quality=quality))
+    )
+    section = notes.evidence_sections(tmp_path)[0]
+    assert [row[-1] for row in section.targets] == ["missed by 1 %", "met"]
+
+
 def test_accuracies_that_stand_against_each_other(tmp_path):
     assert "`python -m benchmarks.cifar` measures" in notes.accuracy_note(tmp_path / "cifar.json")
 

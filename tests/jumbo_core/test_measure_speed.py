@@ -213,6 +213,7 @@ def test_speed(tmp_path, capsys):
         if row["model"] == TINY:
             assert row["times_first"] == {"median": 1, "quartiles": [1, 1]}
     assert result["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert "peak memory" not in result["table"] and "off fp32" not in result["table"]
     assert result["table"] in capsys.readouterr().out and result["table"].count("\n") == 5
     rows = list(csv.DictReader((tmp_path / "speed.csv").open()))
     assert [row["ms_low"] for row in rows] == [str(row["ms"]["quartiles"][0]) for row in result["rows"]]

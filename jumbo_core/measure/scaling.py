@@ -34,12 +34,13 @@ PRESETS = {
     "width256": Preset(
         (
             "vit_registers_256",
+            "vit_registers_256@materialised",
             "jumbo_tiny_patch16_224@embed_dim=256+num_heads=4",
             "adventurer_tiny_patch16_224",
             "jumbo_adventurer_tiny_patch16_224",
         ),
         SIZES,
-        {},
+        {"vit_registers_256@materialised": 2048},
     ),
     # What the linear student is for: in place of a ViT-B, at the sizes of dense prediction. Scores as a tensor take
     # 3 GiB a block with 8,192 tokens, and their softmax as much.

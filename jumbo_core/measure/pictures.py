@@ -33,10 +33,9 @@ def tofu(result: dict, axes) -> None:
         bars = axes.bar(places, saved, 0.75 / len(batches), label=f"time saved, batch {batch}")
         axes.bar_label(bars, [f"{value:.0f}" for value in saved], fontsize=7, padding=2)
     for p, plan in enumerate(plans):
-        macs = next((100 * row["multiply_adds_saved"] for row in rows if row["plan"] == plan and "GMAC" in row
-                     and "multiply_adds_saved" in row), 0)  # fmt: skip
+        macs = next(100 * row.get("multiply_adds_saved", 0) for row in rows if row["plan"] == plan)
         axes.plot([p - 0.45, p + 0.45], [macs, macs], color="0.2", label=None if p else "multiply-adds saved")
-    axes.set_xticks(range(len(plans)), plans, fontsize=8)
+    axes.set_xticks(range(len(plans)), [plan.replace(" ", "\n") for plan in plans], fontsize=8)
     axes.set_ylabel("%")
     axes.margins(y=0.12)
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from jumbo_core.measure import __main__ as command
 from jumbo_core.measure import collection, notes, page, pieces
 from jumbo_core.measure.commands import make_parser
 from jumbo_core.measure.contenders import contender
+from jumbo_core.measure.pictures import PICTURES
 from jumbo_core.measure.pieces import PIECES, Piece, Target
 
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SMALL = (
     Piece("one", "First", "Text.", "speed test_vit test_jumbo@patch_size=16 --image-size 32 --no-memory", "--repeats 2",
           lambda results: [Target("a ratio", 0.0, pieces.ratio(results["one"], "test_vit", "test_vit", batch=1)),
@@ -195,6 +198,19 @@ def test_accuracies_that_stand_against_each_other(tmp_path):
     note = notes.accuracy_note(tmp_path / "cifar.json")
     assert "52.00 ± 1.20 %, Jumbo of width 32 51.00 ± 0.30 %, 1.00 points below it, less than the spread" in note
     assert "at 0.30 of its multiply-adds" in note
+
+
+def test_pictures_show_what_the_result_says(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.subplots(2)
+    found = json.loads((RESULTS / "scan.json").read_text())
+    PICTURES["scan"](found, axes[0])
+    assert list(axes[0].lines[0].get_ydata()) == list(found["growth_ms"].values())
+    assert axes[0].lines[1].get_ydata()[0] == found["peer_ms"]["median"]
+    found = json.loads((RESULTS / "tofu_speed.json").read_text())
+    PICTURES["tofu"](found, axes[1])
+    saved = [100 * row["time_saved"]["median"] for row in found["rows"] if "time_saved" in row]
+    assert [bar.get_height() for bar in axes[1].patches] == saved
 
 
 def test_page_escapes_and_marks_code():

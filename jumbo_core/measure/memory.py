@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -41,10 +43,19 @@ def _measure(prepare: Callable[..., Callable[[], object]], arguments: tuple, thr
     torch.set_num_threads(threads)
     with torch.inference_mode():
         call = prepare(*arguments)
+        _return_freed_memory()
         Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
         before = _high_water_mark()
         call()
         return (_high_water_mark() - before) / 1024
+
+
+def _return_freed_memory() -> None:
+    """What was used and freed before goes back to the system: a call that takes it again would seem to take nothing."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; other allocators have no such heap
+    if trim is not None:
+        trim(0)
 
 
 def _high_water_mark() -> int:

@@ -53,3 +53,15 @@ def megabytes(count: int):
 def test_peak_memory_sees_what_a_call_takes():
     assert 60 < peak_memory(megabytes, 64, threads=1) < 80
     assert peak_memory(megabytes, 1, threads=1) < 10
+
+
+def pieces_after_as_many_freed():
+    def make():
+        return [torch.ones(1 << 14) for _ in range(1024)]  # 64 KiB each, from the heap
+
+    make()
+    return make
+
+
+def test_peak_memory_is_not_hidden_by_what_was_freed_before():
+    assert peak_memory(pieces_after_as_many_freed, threads=1) > 60

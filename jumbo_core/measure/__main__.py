@@ -1,78 +1,24 @@
-"""``python -m jumbo_core.measure``: ``flops`` (closed forms), ``scan``, ``images`` and ``tofu`` (timings)."""
+"""``python -m jumbo_core.measure``: what models cost, in closed form (``flops``) and by the clock (all others)."""
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
-
-import timm
-import torch
-
-from jumbo_core.measure import images, scan, tofu
-from jumbo_core.measure.flops import count_parameters, multiply_adds
-from jumbo_core.measure.report import markdown_table
-
-SIZES = [f"jumbo_{size}_patch16_224" for size in ("pico", "nano", "tiny", "small", "base", "large")]
-SIZES += [f"adventurer_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
-SIZES += [f"jumbo_adventurer_{size}_patch16_224" for size in ("tiny", "small", "base")]
-
-
-def flops_table(names: list[str], image_size: int) -> str:
-    """One line a model: width, J, parameters (M), those of the published file if there is one, GMAC.
-
-    A published file holds D numbers more: a dead class token (Jumbo), or the class token's own entry in the position
-    table, which is part of the learned token here (Adventurer).
-    """
-    rows = []
-    for name in names:
-        with torch.device("meta"):
-            model = timm.create_model(name)
-        parameters = count_parameters(model)
-        rows.append(
-            [
-                name,
-                model.embed_dim,
-                model.encoder.multiplier,
-                f"{parameters / 1e6:.3f}",
-                f"{(parameters + model.embed_dim) / 1e6:.3f}" if model.pretrained_cfg.get("hf_hub_id") else "-",
-                f"{multiply_adds(model, image_size) / 1e9:.3f}",
-            ]
-        )
-    header = ["timm name", "D", "J", "parameters (M)", "published file (M)"]
-    return markdown_table([*header, f"GMAC at {image_size} px"], rows)
+from jumbo_core.measure import collection
+from jumbo_core.measure.artefacts import write
+from jumbo_core.measure.commands import make_parser, module_of, result_of
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m jumbo_core.measure", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    flops = commands.add_parser("flops", help="parameters and multiply-adds in closed form, as a table")
-    flops.add_argument("models", nargs="*", default=SIZES, help="timm names of our models (default: every size)")
-    flops.add_argument("--image-size", type=int, default=224, help="pixels of each side (default 224)")
-    for name, repeats, purpose in (
-        ("scan", 15, "the scan against Transformers' torch path, and how it grows with length"),
-        ("images", 5, "models of one width on images up to 1024x2048"),
-        ("tofu", 15, "token fusion in a ViT-B: time saved against multiply-adds saved"),
-    ):
-        timing = commands.add_parser(name, help=purpose)
-        timing.add_argument("--repeats", type=int, default=repeats, help=f"timed rounds (default {repeats})")
-        timing.add_argument("--threads", type=int, default=2, help="default 2")
-        timing.add_argument("--out", type=Path, help="write the result as JSON as well")
-        if name == "tofu":
-            timing.add_argument("--batch", type=int, nargs="+", default=[8, 1], help="batch sizes (default 8 1)")
-            timing.add_argument("-r", type=int, default=16, help="tokens that leave in each block (default 16)")
+    parser, subparsers = make_parser()
+    report = subparsers.add_parser("report", help="every table that is claimed", description=collection.__doc__)
+    collection.add_arguments(report)
     options = parser.parse_args(arguments)
-    if options.command == "flops":
-        print(flops_table(options.models, options.image_size))
+    if options.command == "report":
+        collection.run(options)
         return
-    module = {"scan": scan, "images": images, "tofu": tofu}[options.command]
-    settings = dict(batches=options.batch, r=options.r) if module is tofu else {}
-    result = module.measure(repeats=options.repeats, threads=options.threads, **settings)
-    result["table"] = module.table(result)
+    result = result_of(options)
     print(result["table"])
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(options.out, options.command, result, getattr(module_of(options.command), "picture", None))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from jumbo_core.measure import images, scan
+from jumbo_core.measure import scan
 from jumbo_core.measure.memory import peak_memory
-from jumbo_core.measure.turns import take_turns
+from jumbo_core.measure.turns import paired, spread, take_turns
 
 
 @pytest.fixture(autouse=True)
@@ -31,18 +31,19 @@ def test_nothing_is_timed_when_the_two_differ(monkeypatch):
         scan.measure(length=64, repeats=1, threads=1, lengths=(64,))
 
 
-def test_images():
-    result = images.measure(sizes=((32, 48),), repeats=2, threads=1)
-    rows = {row["model"]: row for row in result["rows"]}
-    assert set(rows) == set(images.MODELS) and rows["ViT + 16 registers"]["times_vit"] == 1
-    assert all(row["GMAC"] > 0 and row["ms"]["median"] > 0 for row in result["rows"])
-    assert images.table(result).count("\n") == 5
-
-
 def test_calls_take_turns():
     order = []
     times = take_turns({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
     assert order == ["a", "b"] * 5 and len(times["a"]) == len(times["b"]) == 3
+
+
+def test_warm_up_is_not_counted_and_ratios_are_paired():
+    count = iter(range(9))
+    times = take_turns({"a": lambda: next(count)}, 2, warmup=7)
+    assert len(times["a"]) == 2 and next(count, None) is None
+    # Round by round 2, 4, 3 times as fast; the ratio of the medians would be 4.
+    assert spread([1.0, 9.0]) == {"median": 5, "quartiles": [3, 7]}
+    assert paired([2.0, 8.0, 9.0], [1.0, 2.0, 3.0])["median"] == 3
 
 
 def megabytes(count: int):
@@ -52,3 +53,15 @@ def megabytes(count: int):
 def test_peak_memory_sees_what_a_call_takes():
     assert 60 < peak_memory(megabytes, 64, threads=1) < 80
     assert peak_memory(megabytes, 1, threads=1) < 10
+
+
+def pieces_after_as_many_freed():
+    def make():
+        return [torch.ones(1 << 14) for _ in range(1024)]  # 64 KiB each, from the heap
+
+    make.last = make()[-1]  # what lies in front of it in the heap stays with the process
+    return make
+
+
+def test_peak_memory_is_not_hidden_by_what_was_freed_before():
+    assert peak_memory(pieces_after_as_many_freed, threads=1) > 60

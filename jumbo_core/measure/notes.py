@@ -1,0 +1,73 @@
+"""What stands beside the report's tables: what was tried where a target is missed, figures of other commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from jumbo_core.measure.page import Section, source_of
+from jumbo_core.measure.pieces import Target
+
+# By table of the report; shown where it misses a target.
+TRIED: dict[str, str] = {}
+
+# Result files of other commands that belong here: file, title, text.
+EVIDENCE = (
+    (
+        "optimize_cifar",
+        "What the low-latency forms cost in accuracy",
+        "A Jumbo classifier trained on CIFAR-10, in fp32 and in its low-latency forms.",
+    ),
+    (
+        "tofu_diffusion",
+        "Token fusion in Stable Diffusion's UNet against tomesd",
+        "A UNet of SD 1.5's shape with random weights, ratio 0.5.",
+    ),
+)
+
+
+def tried(table: str) -> str:
+    """What was tried to meet the targets of a table; empty where nothing is written down."""
+    return TRIED.get(table, "")
+
+
+def evidence_sections(results: Path) -> list[Section]:
+    """Tables of :data:`EVIDENCE`; a file that is not there is named with the command that makes it."""
+    sections = []
+    for name, title, text in EVIDENCE:
+        path = results / f"{name}.json"
+        content = json.loads(path.read_text()) if path.is_file() else {}
+        if "table" in content:
+            targets = [target.cells() for target in agreement_targets(content)] if name == "optimize_cifar" else []
+            sections.append(Section(title, text, content["table"], source_of(content), targets))
+        else:
+            missing = f"There is no finished {path}: `python -m benchmarks.{name}` makes it."
+            sections.append(Section(title, text, missing, ""))
+    return sections
+
+
+def agreement_targets(content: dict) -> list[Target]:
+    """What benchmarks.optimize_cifar must show: share of test photos with the class that fp32 gives, in percent."""
+    found = {name: row["agreement"] for name, row in content["quality"].items()}
+    return [Target(f"same class as fp32 (%), {form}", 99, found.get(form)) for form in ("int8", "bfloat16")]
+
+
+def accuracy_note(path: Path) -> str:
+    """The accuracies that stand against each other in the table at equal accuracy, from benchmarks.cifar's result."""
+    if not path.is_file():
+        return f"There is no {path}: `python -m benchmarks.cifar` measures the accuracies."
+    rows = {(row["contender"], row["width"]): row for row in json.loads(path.read_text())["summary"]}
+    narrow, wide = rows["Jumbo J=6", 32], rows["Jumbo J=6", 64]
+    registers = rows["ViT + 16 registers", 64]
+
+    def shown(row: dict) -> str:
+        return f"{row['test_mean']:.2f} ± {row['test_std']:.2f} %"
+
+    apart = registers["test_mean"] - narrow["test_mean"]
+    worth = "less" if abs(apart) < registers["test_std"] else "more"
+    return (
+        f"Accuracies, {registers['seeds']} seeds each ({path}): registers of width 64 {shown(registers)}, Jumbo of "
+        f"width 32 {shown(narrow)}, {abs(apart):.2f} points {'below' if apart > 0 else 'above'} it, {worth} than the "
+        f"spread of the former's seeds, at {narrow['multiply_adds'] / registers['multiply_adds']:.2f} of its "
+        f"multiply-adds; Jumbo of width 64 {shown(wide)}. The paper's 1.9x is on ImageNet."
+    )

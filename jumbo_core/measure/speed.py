@@ -1,0 +1,212 @@
+"""Whole models against each other: time of a call or a training step, images per second, peak memory, multiply-adds."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Sequence
+
+import torch
+
+from jumbo_core import checks
+from jumbo_core.measure import artefacts
+from jumbo_core.measure.contenders import Contender, contender
+from jumbo_core.measure.forms import DTYPES, OPTIONS
+from jumbo_core.measure.memory import peak_memory, peak_memory_cuda
+from jumbo_core.measure.report import command_line, environment, markdown_table
+from jumbo_core.measure.steps import (
+    check_inference,
+    check_options,
+    check_training,
+    inference,
+    prepared,
+    training,
+)
+from jumbo_core.measure.turns import paired, spread, take_turns
+
+
+def measure(
+    models: Sequence[str],
+    *,
+    batches: Sequence[int] = (1,),
+    image_size: int | tuple[int, int] = 224,
+    repeats: int = 15,
+    threads: int = 2,
+    dtype: str = "float32",
+    device: str | None = None,
+    train: bool = False,
+    memory: bool = True,
+    seconds: float = math.inf,
+) -> dict:
+    """Time models in turns; every one passes a gate first, and nothing is timed otherwise.
+
+    Args:
+        models: names, see :mod:`jumbo_core.measure.contenders`; ratios are to the first.
+        batches: images at a time.
+        image_size: int or (H, W).
+        repeats: timed rounds, at least 2.
+        threads: of torch.
+        dtype: of the models, one of float32, bfloat16, float16; for training bfloat16 means autocast.
+        device: "cpu" or "cuda". Default: CUDA where there is one.
+        train: time training steps (forward, cross-entropy, backward, AdamW) in place of inference.
+        memory: also measure peak memory; on the CPU that is a new process for every row, some seconds each.
+        seconds: rounds of a batch size are cut to about so many, at least 3. Default: none are cut.
+
+    Returns:
+        JSON-ready dict; one of "rows" per batch and model. "ms" and "times_first" have median and quartiles, the latter
+        paired within each round. "peak_MiB" is what a call takes beyond weights and images; in training the first step,
+        so that gradients and AdamW's moments count.
+
+    Raises:
+        ValueError: a name or setting that does not exist (the message lists what does), or two models of one name.
+        RuntimeError: a model that does not pass the gate, see :mod:`jumbo_core.measure.steps`.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    contenders = [contender(name, image_size) for name in models]
+    check_options(contenders, dtype, device, train)
+    checks.integer("repeats", repeats, 2)
+    if len(set(models)) < len(models) or not models:
+        raise ValueError(f"models must be at least one name and all different, got {list(models)}")
+    torch.set_num_threads(threads)
+    settings = dict(repeats=repeats, threads=threads, dtype=dtype, device=device, train=train)
+    settings |= dict(memory=memory, seconds=seconds)
+    rows = [row for batch in batches for row in compare(contenders, checks.integer("batch", batch), **settings)]
+    return {
+        "command": command_line(), "environment": environment(), "device": device, "dtype": dtype, "train": train,
+        "image_size": list(contenders[0].image_size), "repeats": repeats, "rows": rows,
+    }  # fmt: skip
+
+
+def compare(
+    contenders: Sequence[Contender],
+    batch: int,
+    *,
+    repeats: int,
+    threads: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    train: bool = False,
+    memory: bool = True,
+    seconds: float = math.inf,
+) -> list[dict]:
+    """Rows of :func:`measure` for one batch size; ``seconds`` cuts the rounds to what they may take, at least 3."""
+    make = training if train else inference
+    calls = {one.text: make(one, batch, dtype, device) for one in contenders}
+    distances, took = {}, 0.0
+    for one in contenders:
+        if train:
+            took += check_training(one, calls[one.text])
+        else:
+            distances[one.text], second = check_inference(one, calls[one.text], dtype, device)
+            took += second
+    rounds = repeats if seconds == math.inf else max(3, int(min(seconds / took, repeats)))
+    times = take_turns(calls, rounds, warmup=1 if took < 5 else 0, device=device)  # the gate warmed up slow ones
+    first, rows = times[contenders[0].text], []
+    for one in contenders:
+        own = times[one.text]
+        row = describe(one, batch) | {
+            "ms": spread(own),
+            "images_per_s": round(1e3 * batch / statistics.median(own), 2),
+            "times_first": paired(first, own),
+            "rounds_ms": [round(ms, 3) for ms in own],
+        }
+        if not train:
+            row["distance"] = float(f"{distances[one.text]:.2g}")
+        if memory:
+            row["peak_MiB"] = round(peak(one, calls[one.text], batch, dtype, device, train, threads), 1)
+        rows.append(row)
+    return rows
+
+
+def describe(one: Contender, batch: int) -> dict:
+    """What a row says of a model before any clock runs."""
+    gmac = None if one.multiply_adds is None else round(one.multiply_adds / 1e9, 6)
+    return {
+        "batch": batch, "model": one.text, "timm_name": one.timm_name, "arguments": one.arguments,
+        "parameters": one.parameters, "GMAC": gmac,
+    }  # fmt: skip
+
+
+def peak(one: Contender, call, batch: int, dtype: str, device: str, train: bool, threads: int) -> float:
+    """MiB, see :func:`measure`."""
+    if device == "cpu":
+        return peak_memory(prepared, one.text, one.image_size, batch, dtype, train, threads=threads)
+    if train:  # a step of its own: the one that was timed has its optimiser's state already
+        call = training(one, batch, dtype, device)
+    return peak_memory_cuda(call)
+
+
+def table(result: dict) -> str:
+    """The result as markdown; columns that no row has are left out."""
+    rows = result["rows"]
+    memory, distance = any("peak_MiB" in row for row in rows), any(row.get("distance") for row in rows)
+    header = ["batch", "model", "parameters (M)", "GMAC", "ms per step" if result["train"] else "ms", "images/s"]
+    header += [f"times the speed of {rows[0]['model']}"]
+    header += ["peak memory (MiB)"] * memory + ["logits off fp32 by"] * distance
+    return markdown_table(header, [_cells(row, memory, distance) for row in rows])
+
+
+def _cells(row: dict, memory: bool, distance: bool) -> list[str]:
+    low, high = row["ms"]["quartiles"]
+    slow, fast = row["times_first"]["quartiles"]
+    cells = [
+        str(row["batch"]), row["model"], f"{row['parameters'] / 1e6:.1f}",
+        "-" if row["GMAC"] is None else f"{row['GMAC']:.2f}",
+        f"{row['ms']['median']:.1f} ({low:.1f} to {high:.1f})", f"{row['images_per_s']:.1f}",
+        f"{row['times_first']['median']:.2f} ({slow:.2f} to {fast:.2f})",
+    ]  # fmt: skip
+    if memory:
+        cells.append(f"{row['peak_MiB']:.0f}")
+    if distance:
+        cells.append(f"{100 * row['distance']:.1g} %" if row["distance"] else "-")
+    return cells
+
+
+def picture(result: dict, axes) -> None:
+    """Bars of images per second over those of the first model, one group a batch size."""
+    models = list(dict.fromkeys(row["model"] for row in result["rows"]))
+    batches = list(dict.fromkeys(row["batch"] for row in result["rows"]))
+    for i, model in enumerate(models):
+        rows = [row for row in result["rows"] if row["model"] == model]
+        ratios = [row["times_first"]["median"] for row in rows]
+        errors = [
+            [abs(r - row["times_first"]["quartiles"][side]) for r, row in zip(ratios, rows, strict=True)]
+            for side in (0, 1)
+        ]
+        places = [b + 0.8 * (i - (len(models) - 1) / 2) / len(models) for b in range(len(batches))]
+        bars = axes.bar(places, ratios, 0.75 / len(models), yerr=errors, label=model, capsize=2)
+        axes.bar_label(bars, [f"{r:.2f}" for r in ratios], fontsize=7, padding=2)
+    axes.axhline(1, color="0.4", linewidth=0.8)
+    axes.set_xticks(range(len(batches)), [f"batch {batch}" for batch in batches])
+    axes.set_ylabel(f"speed over that of {models[0]}")
+    axes.margins(y=0.12)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "models",
+        nargs="+",
+        help=f"MODEL or MODEL@option+option, for example jumbo_tiny_patch16_224@int8; options: {', '.join(OPTIONS)}, "
+        "or key=value for the constructor; ratios are to the first",
+    )
+    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default 1)")
+    parser.add_argument("--image-size", type=artefacts.size, default=(224, 224), help="N or HxW (default 224)")
+    parser.add_argument("--repeats", type=int, default=15, help="timed rounds (default 15)")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="cut rounds to about so many, at least 3 rounds"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="default 2")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the whole model (default float32)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--train", action="store_true", help="forward, backward and optimiser step")
+    parser.add_argument("--no-memory", action="store_true", help="skip peak memory, a new process for each row")
+
+
+def result_of(options: argparse.Namespace) -> dict:
+    return measure(
+        options.models, batches=options.batch, image_size=options.image_size, repeats=options.repeats,
+        threads=options.threads, dtype=options.dtype, device=options.device, train=options.train,
+        memory=not options.no_memory, seconds=options.seconds,
+    )  # fmt: skip

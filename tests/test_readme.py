@@ -44,7 +44,7 @@ def published(path: Path, size: str = "tiny", **options) -> Path:
 
 def test_there_is_a_block_for_every_host():
     hosts = {"timm", "Transformers", "MMSegmentation", "tsai", "neuralforecast"}
-    assert set(BLOCKS) == hosts | {"Students", "Fusion", "Frame", "Series"}
+    assert set(BLOCKS) == hosts | {"Students", "Fusion", "Frame", "Series", "Optimized"}
     for name, block in BLOCKS.items():
         assert len([line for line in block.splitlines() if line.strip()]) <= 15, name
 
@@ -62,6 +62,15 @@ def test_fusion_block(folder, capsys):
     assert done["logits"].shape == (4, 10) and (folder / "plan.json").is_file()
     assert "196 patches" in capsys.readouterr().out
     assert done["plan"].saved(196) >= 0.35
+
+
+def test_optimized_block(folder, capsys):
+    done = run(BLOCKS["Optimized"])
+    assert "int8" in capsys.readouterr().out
+    assert torch.load("small.pt", weights_only=True)["encoder.jumbo_mlp.fc1.weight"].dtype == torch.int8
+    image = torch.randn(2, 3, 224, 224)
+    with torch.inference_mode():
+        assert torch.equal(done["again"](image), done["model"](image))
 
 
 def test_students_block(folder, capsys):

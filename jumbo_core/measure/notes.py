@@ -8,8 +8,39 @@ from pathlib import Path
 from jumbo_core.measure.page import Section, source_of
 from jumbo_core.measure.pieces import Target
 
+_LOW_LATENCY = (
+    "What was tried at small batches: int8 by five of torch's operators (the table in "
+    "jumbo_core/jumbo/lowlatency.py), bfloat16 and float16, bias and GELU inside the product, packed fp32 "
+    "weights for the blocks' other layers. At batch 1 the model without any FFN is about as fast as the "
+    "ViT, and the FFN's twelve passes come on top."
+)
+_LINEAR = (
+    "What was tried: scan, skip, gate and norm a chunk at a time in place, the mixer in spans of 512 steps,"
+    " SwiGLU in parts, the convolution on rows as they lie, chunks of 64 to 256, parts of 256 to 2,048 "
+    "tokens. "
+)
 # By table of the report; shown where it misses a target.
-TRIED: dict[str, str] = {}
+TRIED: dict[str, str] = {
+    "registers_tiny": _LOW_LATENCY,
+    "registers_small": _LOW_LATENCY,
+    "block": _LINEAR + ("Much of what is left is memory that the system hands out and takes back in every block."),
+    "linear": _LINEAR
+    + (
+        "At 512x1024 ViT-B takes 2.6 times the multiply-adds of Jumbo-linear-S, and the matrix products of "
+        "both run near the processor's fp32 peak: a factor of 3.5 in time is not there to be had in fp32."
+    ),
+    "linear_large": _LINEAR
+    + (
+        "At 1024x2048 ViT-B takes 5.1 times the multiply-adds of Jumbo-linear-S, in matrix products near "
+        "the processor's fp32 peak."
+    ),
+    "tofu": (
+        "What was tried: fewer operations in matching and fusing, one gather for both ends of every edge, "
+        "whole rows instead of elements. The row 'cut off unseen' is the bound: as many tokens in each "
+        "block without any choice or fusing. At batch 1 it falls short of the target itself, for every "
+        "block reads its weights whatever it does."
+    ),
+}
 
 # Result files of other commands that belong here: file, title, text.
 EVIDENCE = (

@@ -155,7 +155,7 @@ def registers_piece(size: str, rounds: str) -> Piece:
         "Equal width, heads and depth; the ViT is timm's own class with a class token and 16 registers. The Jumbo "
         "token stands in place of those 17 tokens. int8 and bf16 are the low-latency forms of the shared FFN.",
         f"speed vit_registers_{size} {jumbo} {jumbo}@int8 {jumbo}@bf16 --batch 1 8 32 --no-memory {rounds}",
-        "--seconds 8",
+        "--seconds 5",
         registers_targets(size),
     )
 
@@ -167,7 +167,7 @@ def parameters_piece(size: str) -> Piece:
         "Width and heads grow, depth stays, 16 registers; a closed form finds the width.",
         f"speed vit_wide_{size} jumbo_{size}_patch16_224 jumbo_{size}_patch16_224@int8 --batch 1 8 --no-memory "
         "--seconds 30",
-        "--seconds 8",
+        "--seconds 5",
         parameters_targets(size),
     )
 
@@ -194,7 +194,7 @@ PIECES = (
         "speed jumbo_tiny_patch16_224 jumbo_tiny_patch16_224@int8 efficientvit@channels-last shvit@channels-last "
         "mobilenetv4 mobilenetv4@channels-last efficientvit_b1@channels-last mobilenetv4_hybrid_medium "
         "--batch 1 8 --no-memory --seconds 20",
-        "--seconds 6",
+        "--seconds 4",
     ),
     Piece(
         "peers_small",
@@ -203,7 +203,7 @@ PIECES = (
         "the largest SHViT has a quarter of the parameters and stands in the table above.",
         "speed jumbo_small_patch16_224 jumbo_small_patch16_224@int8 efficientvit_l@channels-last mobilenetv4_l "
         "mobilenetv4_l@channels-last --batch 1 8 --no-memory --seconds 20",
-        "--seconds 6",
+        "--seconds 4",
     ),
     Piece(
         "compile",
@@ -237,7 +237,7 @@ PIECES = (
         "Adventurer on our mixer and on Transformers' Mamba-2",
         "adventurer_tiny with its own mixers, and with Transformers' (torch path, same weights, chunk 64).",
         "speed transformers:mamba2 adventurer_tiny_patch16_224 --batch 1 --image-size 512 --seconds 20",
-        "--seconds 6 --no-memory",
+        "--seconds 4 --no-memory",
     ),
     Piece(
         "linear",
@@ -246,7 +246,7 @@ PIECES = (
         f"tensor, against {JUMBO_LINEAR} (D=512, 12 blocks, J=6); one image, random weights: what is compared is "
         "time, not accuracy.",
         "scaling --preset vit_b --sizes 512 512x1024",
-        "--seconds 8",
+        "--seconds 3",
         linear_targets,
     ),
     Piece(
@@ -262,14 +262,14 @@ PIECES = (
         "Models of one width over image sizes",
         "D=256, 12 blocks, patch 16: where linear time begins to pay against fused attention at equal width.",
         "scaling --preset width256 --repeats 3",
-        "--sizes 224 512 512x1024 --no-memory --seconds 4",
+        "--sizes 224 512 512x1024 --no-memory --seconds 2",
     ),
     Piece(
         "tofu",
         "Token fusion in a ViT-B/16 at 224 pixels",
         "r = 16 tokens leave in every block.",
         "tofu --batch 8 1",
-        "--repeats 5",
+        "--repeats 3",
         tofu_targets,
         on_cuda=False,
     ),
@@ -279,7 +279,7 @@ PIECES = (
         "One step is forward, cross-entropy, backward and AdamW; drop path off in all. Peak memory is that of the "
         "first step beyond the weights: activations, gradients, AdamW's moments.",
         "speed vit_registers_tiny jumbo_tiny_patch16_224 --train --batch 8 32 --seconds 20",
-        "--batch 8 --seconds 6",
+        "--batch 8 --seconds 4",
     ),
     Piece(
         "training_linear",
@@ -287,6 +287,6 @@ PIECES = (
         "D=256, images of 512x512 (1,024 tokens), a batch of 2.",
         "speed vit_registers_256 adventurer_tiny_patch16_224 jumbo_adventurer_tiny_patch16_224 --train --batch 2 "
         "--image-size 512 --seconds 30",
-        "--seconds 6",
+        "--seconds 4",
     ),
 )

@@ -9,13 +9,13 @@ from jumbo_core.measure.page import Section, source_of
 from jumbo_core.measure.pieces import Target
 
 _LOW_LATENCY = (
-    "What was tried at small batches: int8 by five of torch's operators (the table in "
+    "at small batches int8 by five of torch's operators (the table in "
     "jumbo_core/jumbo/lowlatency.py), bfloat16 and float16, bias and GELU inside the product, packed fp32 "
     "weights for the blocks' other layers. At batch 1 the model without any FFN is about as fast as the "
     "ViT, and the FFN's twelve passes come on top."
 )
 _LINEAR = (
-    "What was tried: scan, skip, gate and norm a chunk at a time in place, the mixer in spans of 512 steps,"
+    "scan, skip, gate and norm a chunk at a time in place, the mixer in spans of 512 steps,"
     " SwiGLU in parts, the convolution on rows as they lie, chunks of 64 to 256, parts of 256 to 2,048 "
     "tokens. "
 )
@@ -35,7 +35,7 @@ TRIED: dict[str, str] = {
         "the processor's fp32 peak."
     ),
     "tofu": (
-        "What was tried: fewer operations in matching and fusing, one gather for both ends of every edge, "
+        "fewer operations in matching and fusing, one gather for both ends of every edge, "
         "whole rows instead of elements. The row 'cut off unseen' is the bound: as many tokens in each "
         "block without any choice or fusing. At batch 1 it falls short of the target itself, for every "
         "block reads its weights whatever it does."

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from jumbo_core.jumbo.lowlatency import DTYPES, LowLatencyFFN
-from jumbo_core.jumbo.mlp import unobserved
 from jumbo_core.jumbo.packed import PackedLinear
 from jumbo_core.jumbo.stack import BlockStack
 from jumbo_core.jumbo.token import JumboFFN
+from jumbo_core.modes import hooked
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def _block_layers(encoder: BlockStack) -> list[nn.Linear]:
     return [
         module
         for module in encoder.blocks.modules()
-        if type(module) is nn.Linear and type(module.weight) is nn.Parameter and unobserved(module)
+        if type(module) is nn.Linear and type(module.weight) is nn.Parameter and not hooked(module)
     ]
 
 

@@ -9,8 +9,9 @@ import torch
 from timm.layers import Attention, DropPath, LayerScale
 from torch import nn
 
-from jumbo_core.jumbo.mlp import TightMlp, eager_inference
+from jumbo_core.jumbo.mlp import TightMlp
 from jumbo_core.jumbo.token import join_slices, split_slices
+from jumbo_core.modes import recorded
 
 
 class JumboBlock(nn.Module):
@@ -73,7 +74,7 @@ class JumboBlock(nn.Module):
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, J+E+N, D) -> (B, J+E+N, D). ``attn_mask`` broadcasts to (B, heads, T, T), True = may be attended to."""
-        if self.multiplier and eager_inference():
+        if self.multiplier and not recorded():
             return self._without_copies(x, jumbo_ffn, attn_mask)
         return self.feed(self.attend(x, attn_mask), jumbo_ffn)
 
@@ -108,7 +109,7 @@ class JumboBlock(nn.Module):
         rest_update = self.drop_path(self.ls2(self.mlp(self.norm2(rest))))
         slices_update = split_slices(g, self.multiplier)  # (B, J*D) -> (B, J, D)
 
-        if not eager_inference():
+        if recorded():
             return torch.cat([slices + slices_update, rest + rest_update], dim=1)
         # x is the first half's own result and nobody else holds it, so both parts are updated where they lie.
         slices.add_(slices_update)

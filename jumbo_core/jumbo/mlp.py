@@ -6,18 +6,14 @@ import torch
 from timm.layers import Mlp
 from torch import nn
 
-from jumbo_core.jumbo.packed import PackedLinear, eager_inference
+from jumbo_core.jumbo.packed import PackedLinear
+from jumbo_core.modes import hooked, recorded
 
 # Rows (samples) for which a wide network runs its products as weight @ x.T. Measured on a Xeon with AMX, 2 threads,
 # fp32, both orders of the shared Jumbo FFN of jumbo_tiny / jumbo_small in ms: 1 row 1.1 / 1.1 and 6.4 / 6.8;
 # 2 rows 1.2 / 2.0 and 6.0 / 14.5; 8 rows 2.9 / 2.1 and 17.9 / 12.3; 16 rows 3.0 / 2.1 and 18.5 / 13.5;
 # 32 rows 4.5 / 3.4 and 20.5 / 16.0; 64 rows 6.5 / 6.4 and 31.5 / 26.9; 128 rows 11.4 / 11.0 and 52.4 / 46.3.
 WEIGHT_FIRST = range(5, 129)
-
-
-def unobserved(*modules: nn.Module) -> bool:
-    """Whether nobody would notice that these modules' outputs are overwritten, or that they are not called at all."""
-    return not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
 
 
 class TightMlp(Mlp):
@@ -30,7 +26,7 @@ class TightMlp(Mlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(..., D) -> (..., D)."""
-        if self.training or not eager_inference() or not self._plain():
+        if self.training or recorded() or not self._plain():
             return super().forward(x)
         return self._tight(x)
 
@@ -45,7 +41,7 @@ class TightMlp(Mlp):
             and type(self.fc2) in (nn.Linear, PackedLinear)
             and type(self.act) is nn.GELU
             and type(self.norm) is nn.Identity
-            and unobserved(self.fc1, self.act, self.drop1, self.norm, self.fc2, self.drop2)
+            and not hooked(self.fc1, self.act, self.drop1, self.norm, self.fc2, self.drop2)
         )
 
 

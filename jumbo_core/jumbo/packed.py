@@ -7,16 +7,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core.jumbo.stamps import stamp
+from jumbo_core.modes import recorded
 
 # Multiply-adds of a product from which packed weights pay. Measured with 2 threads on whole models with an int8 Jumbo
 # FFN, packed / not, in ms: jumbo_tiny at batch 1 (29 M in an MLP's layer) 29.9 / 28.4, at batch 8 108 / 114;
 # jumbo_small at batch 1 (116 M) 61 / 65, at batch 8 295 / 311.
 LEAST = 2**26
-
-
-def eager_inference() -> bool:
-    """Whether this call computes and keeps nothing for gradients: no compiler, tracer or autograd looks on."""
-    return not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 class PackedLinear(nn.Linear):
@@ -36,14 +32,14 @@ class PackedLinear(nn.Linear):
         """(..., in) -> (..., out), through (exact) GELU if asked for."""
         if not self._packs(x):
             y = F.linear(x, self.weight, self.bias)
-            return y if not gelu else torch.ops.aten.gelu_(y) if eager_inference() else F.gelu(y)
+            return y if not gelu else F.gelu(y) if recorded() else torch.ops.aten.gelu_(y)
         return torch.ops.mkldnn._linear_pointwise(
             x, self._packed(), self.bias, "gelu" if gelu else "none", [], "none" if gelu else ""
         )
 
     def _packs(self, x: torch.Tensor) -> bool:
         return (
-            eager_inference()
+            not recorded()
             and x.device.type == self.weight.device.type == "cpu"
             and x.dtype == self.weight.dtype == torch.float32
             and type(x) is torch.Tensor

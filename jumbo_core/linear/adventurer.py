@@ -14,7 +14,7 @@ from jumbo_core.jumbo.stack import BlockStack, JumboOutput, check_mask, rates_pe
 from jumbo_core.jumbo.token import join_slices, split_slices
 from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts, with_heading
 from jumbo_core.linear.mamba2 import Mamba2Mixer
-from jumbo_core.linear.steps import recorded
+from jumbo_core.modes import recorded
 
 
 class Padding(NamedTuple):

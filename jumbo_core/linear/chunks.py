@@ -17,7 +17,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from jumbo_core.linear import factors, pairs, running
-from jumbo_core.linear.steps import Steps, Workspace, accumulation_dtype, recorded
+from jumbo_core.linear.steps import Steps, Workspace, accumulation_dtype
+from jumbo_core.modes import recorded
 
 # Pairs of steps, times heads and samples, worked on at once: 4 MB of fp32, what caches hold and few enough calls.
 PAIRS_AT_ONCE = 1 << 20

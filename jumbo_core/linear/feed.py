@@ -8,13 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core.linear.running import runs
+from jumbo_core.modes import hooked
 
 TOKENS_AT_ONCE = 512  # over all samples: enough for matrix products at full speed, few enough for caches
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether somebody waits for this module to be called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def with_heading(h: torch.Tensor, norm: nn.Module) -> torch.Tensor:
@@ -39,7 +35,7 @@ def feeds_in_parts(h: torch.Tensor, norm: nn.Module, mlp: nn.Module) -> bool:
         and type(mlp) is SwiGLU
         and type(mlp.act) is nn.SiLU
         and not mlp.training
-        and not any(hooked(module) for module in (norm, *mlp.modules()))
+        and not hooked(norm, *mlp.modules())
     )
 
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core import checks
-from jumbo_core.linear.feed import hooked
 from jumbo_core.linear.inside import walk
 from jumbo_core.linear.running import runs
 from jumbo_core.linear.ssd import BACKENDS, chunk_for, ssd_scan
 from jumbo_core.linear.steps import accumulation_dtype
+from jumbo_core.modes import hooked
 
 # Tokens, over all samples, that go through the mixer at once at inference: what lies between its projections is then
 # small enough for caches, and for memory that is still at hand; a system's fresh pages cost as much as small operators.
@@ -177,7 +177,7 @@ class Mamba2Mixer(nn.Module):
 
     def _walks(self, x: torch.Tensor, *others: nn.Module) -> bool:
         """Whether scan, gate and norm go chunk by chunk; nobody may wait for the norm or ``others`` to be called."""
-        free = not any(hooked(module) for module in (self.norm, *others))
+        free = not hooked(self.norm, *others)
         return self.backend in ("auto", "torch") and runs(x) and len(x) > 0 and free
 
     def _walk(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:

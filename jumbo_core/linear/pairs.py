@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from jumbo_core.linear.steps import FLOOR, Steps, Workspace, advance, decay, recorded
+from jumbo_core.linear.steps import FLOOR, Steps, Workspace, advance, decay
+from jumbo_core.modes import recorded
 
 
 class Decays(NamedTuple):

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from jumbo_core.linear import pairs
-from jumbo_core.linear.steps import FLOOR, Steps, Workspace, recorded
+from jumbo_core.linear.steps import FLOOR, Steps, Workspace
+from jumbo_core.modes import recorded
 
 SHORTEST = 16  # steps of a chunk that is cut because its decay is steep; below, a matrix per head is the cheaper way
 NUMBERS_AT_ONCE = 1 << 17  # inputs of a chunk, over samples and heads: 512 kB of fp32

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from jumbo_core.modes import recorded
+
 # Decays below exp(FLOOR) are taken for it, a share of 1e-26 (1e-260 in fp64) that no sum here can notice: decays beyond
 # that are denormal numbers, on which processors are up to a hundred times slower.
 FLOOR = {torch.float32: -60.0, torch.float64: -600.0}
@@ -18,11 +20,6 @@ FLOOR = {torch.float32: -60.0, torch.float64: -600.0}
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def recorded() -> bool:
-    """Whether somebody records what happens here: then nothing may be written into buffers."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 class Steps(NamedTuple):

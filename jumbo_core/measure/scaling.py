@@ -143,6 +143,8 @@ def picture(result: dict, axes) -> None:
     """Milliseconds over tokens, both logarithmic, with the fitted exponent of each model."""
     for model, slopes in result["exponents"].items():
         rows = [row for row in result["rows"] if row["model"] == model]
+        if not rows:
+            continue  # left out at every size
         label = f"{model} (exponent {slopes['ms']:.2f})" if "ms" in slopes else model
         axes.plot([row["tokens"] for row in rows], [row["ms"]["median"] for row in rows], marker="o", label=label)
     ticks = sorted({row["tokens"] for row in result["rows"]})

@@ -14,7 +14,7 @@ from jumbo_core.jumbo.stack import BlockStack, JumboOutput, check_mask, rates_pe
 from jumbo_core.jumbo.token import join_slices, split_slices
 from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts, with_heading
 from jumbo_core.linear.mamba2 import Mamba2Mixer
-from jumbo_core.modes import recorded
+from jumbo_core.modes import hooked, recorded
 
 
 class Padding(NamedTuple):
@@ -99,13 +99,14 @@ class AdventurerBlock(nn.Module):
 
     def feed(self, h: torch.Tensor, jumbo_ffn: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
         """The second half, the feed-forward networks; overwrites ``h`` when gradients are off."""
-        in_place = not recorded()  # h is the first half's own result and nobody else holds it
+        # h is the first half's own result: nobody else holds it but hooks that are given parts of it.
+        in_place = not (recorded() or hooked(self.norm_mlp, self.mlp, *([self.norm3] if self.multiplier else [])))
         patches, slices = (h[:, : -self.multiplier], h[:, -self.multiplier :]) if self.multiplier else (h, None)
         if slices is not None:
             g = join_slices(slices)  # (B, J, D) -> (B, J*D)
             g = split_slices(self.drop_path(jumbo_ffn(self.norm3(g))), self.multiplier)
             slices = slices.add_(g) if in_place else slices + g
-        if feeds_in_parts(patches, self.norm_mlp, self.mlp) and not self.training:
+        if in_place and feeds_in_parts(patches, self.norm_mlp, self.mlp) and not self.drop_path.training:
             feed_in_parts(patches, self.norm_mlp, self.mlp)
             return h
         update = self.drop_path(self.mlp(self.norm_mlp(patches)))

@@ -34,7 +34,7 @@ def feeds_in_parts(h: torch.Tensor, norm: nn.Module, mlp: nn.Module) -> bool:
         runs(h)
         and type(mlp) is SwiGLU
         and type(mlp.act) is nn.SiLU
-        and not mlp.training
+        and not any(module.training for module in mlp.modules())
         and not hooked(norm, *mlp.modules())
     )
 

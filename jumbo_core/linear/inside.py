@@ -36,12 +36,12 @@ def walk(
     """
     inner, by_head, wide = mixer.inner, (mixer.num_heads, mixer.head_dim), dt.dtype
     A, skip = mixer._decay().to(wide), mixer.D.to(wide)[:, None].expand(by_head).contiguous()
-    scale, eps = mixer.norm.weight.to(wide), torch.tensor(mixer.norm.eps, dtype=wide)
+    scale, eps = mixer.norm.weight.to(wide), gate.new_tensor(mixer.norm.eps, dtype=wide)
     q = min(chunk_size, gate.shape[1])
     y, states = gate.new_empty(gate.shape), torch.empty_like(state)
     for some in few_samples(len(gate), q * inner):
         x, B, C = mixed[some].split([inner, mixer.d_state, mixer.d_state], dim=-1)
-        x, opened = x.unflatten(2, by_head), torch.empty(len(x), q, inner, dtype=wide)
+        x, opened = x.unflatten(2, by_head), x.new_empty(len(x), q, inner, dtype=wide)
 
         def source(begin: int, end: int, x=x) -> torch.Tensor:
             return x[:, begin:end].to(wide)

@@ -81,6 +81,9 @@ def ssd_scan(
             initial_state = x.new_zeros(b, heads, channels, B.shape[-1], dtype=accumulation_dtype(x.dtype))
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return _recorded_scan(x, dt, A, B, C, D, initial_state, chunk_size)
+        if not torch.is_grad_enabled():  # autograd would count parameters as wanting gradients even so
+            initial_state = initial_state.to(accumulation_dtype(x.dtype))
+            return scan_chunks(x, dt, A, B, C, D, initial_state, chunk_size)[:2]
         return ChunkedScan.apply(x, dt, A, B, C, D, initial_state, chunk_size)
 
 

@@ -15,7 +15,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.command == "report":
         collection.run(options)
         return
-    result = result_of(options)
+    try:
+        result = result_of(options)
+    except (ValueError, TypeError, ImportError) as error:  # of what was asked for; RuntimeErrors are failed gates
+        parser.error(str(error))
     print(result["table"])
     if options.out:
         write(options.out, options.command, result, getattr(module_of(options.command), "picture", None))

@@ -9,6 +9,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Type of an argument: an integer of that size or more."""
+
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+        return value
+
+    return integer
+
+
 def size(text: str) -> tuple[int, int]:
     """``N`` or ``HxW`` of a command line -> (H, W)."""
     sides = text.split("x")

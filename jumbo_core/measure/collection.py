@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from jumbo_core.measure import page
-from jumbo_core.measure.artefacts import draw, write_csv
+from jumbo_core.measure.artefacts import at_least, draw, write_csv
 from jumbo_core.measure.commands import make_parser, module_of, result_of
 from jumbo_core.measure.notes import accuracy_note, evidence_sections, tried
 from jumbo_core.measure.pictures import PICTURES
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [piece.name for piece in PIECES]
     parser.add_argument("--out", type=Path, required=True, help="folder; index.html is the page")
     parser.add_argument("--quick", action="store_true", help="ten minutes: fewer rounds and sizes")
-    parser.add_argument("--threads", type=int, default=2, help="default 2")
+    parser.add_argument("--threads", type=at_least(1), default=2, help="default 2")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--only", nargs="+", choices=names, metavar="TABLE", help=f"some of {', '.join(names)}")
     parser.add_argument("--markdown", type=Path, help="where the markdown goes (default OUT/benchmarks.md)")
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Measure what is missing, then write everything that the folder has."""
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = dict(quick=options.quick, threads=options.threads, device=device)
+    settings, failed = dict(quick=options.quick, threads=options.threads, device=device), []
+    if options.out.exists() and not options.out.is_dir():
+        raise SystemExit(f"--out {options.out} is a file: give a folder")
     torch.set_num_threads(options.threads)
     file = ResultFile(options.out / "report.json", settings)
     for piece in PIECES:
@@ -53,9 +55,18 @@ def run(options: argparse.Namespace) -> None:
             print(f"{piece.name}: not in the short form")
             continue
         known = piece.name in file.runs
-        result = file.run(piece.name, lambda piece=piece: measure(piece, **settings))
+        try:
+            result = file.run(piece.name, lambda piece=piece: measure(piece, **settings))
+        except Exception as error:  # whatever it is, the other tables are worth having
+            failed.append(piece.name)
+            print(f"{piece.name}: failed, {type(error).__name__}: {error}", flush=True)
+            continue
         print(f"{piece.name}: {'in the file' if known else 'measured'}, {result['took_s']:.0f} s", flush=True)
     write(file.runs, options.out, options.markdown or options.out / "benchmarks.md", options.results, file.content)
+    if failed:
+        raise SystemExit(
+            f"failed: {', '.join(failed)}; the same command measures these alone, the rest is in {options.out}"
+        )
 
 
 def measure(piece: Piece, *, quick: bool, threads: int, device: str) -> dict:

@@ -7,7 +7,7 @@ import importlib
 from pathlib import Path
 from types import ModuleType
 
-from jumbo_core.measure import flops_table, scaling, speed
+from jumbo_core.measure import artefacts, flops_table, scaling, speed
 
 WITH_ARGUMENTS = {"flops": flops_table, "speed": speed, "scaling": scaling}
 # Modules without arguments of their own beyond rounds and threads: default rounds and what the command is for.
@@ -16,6 +16,7 @@ PLAIN = {
     "block": (15, "a linear block against its own matrix products"),
     "tofu": (15, "token fusion in a ViT-B: time saved against multiply-adds saved"),
 }
+ON_CUDA = ("scan", "block")
 PURPOSES = {
     "flops": "parameters and multiply-adds in closed form, as a table",
     "speed": "whole models by name against each other, ours and peers: inference or training",
@@ -31,8 +32,12 @@ def make_parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction]:
         if name in PLAIN:
             repeats, purpose = PLAIN[name]
             own = commands.add_parser(name, help=purpose)
-            own.add_argument("--repeats", type=int, default=repeats, help=f"timed rounds (default {repeats})")
-            own.add_argument("--threads", type=int, default=2, help="default 2")
+            own.add_argument(
+                "--repeats", type=artefacts.at_least(2), default=repeats, help=f"timed rounds (default {repeats})"
+            )
+            own.add_argument("--threads", type=artefacts.at_least(1), default=2, help="default 2")
+            if name in ON_CUDA:
+                own.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
         else:
             module = WITH_ARGUMENTS[name]
             own = commands.add_parser(name, help=PURPOSES[name], description=module.__doc__)
@@ -41,8 +46,12 @@ def make_parser() -> tuple[argparse.ArgumentParser, argparse._SubParsersAction]:
             "--out", type=Path, help=f"write the result too: a .json file, or a folder for {name}.json, .csv and .png"
         )
         if name == "tofu":
-            own.add_argument("--batch", type=int, nargs="+", default=[8, 1], help="batch sizes (default 8 1)")
-            own.add_argument("-r", type=int, default=16, help="tokens that leave in each block (default 16)")
+            own.add_argument(
+                "--batch", type=artefacts.at_least(1), nargs="+", default=[8, 1], help="batch sizes (default 8 1)"
+            )
+            own.add_argument(
+                "-r", type=artefacts.at_least(1), default=16, help="tokens that leave in each block (default 16)"
+            )
     return parser, commands
 
 
@@ -55,7 +64,7 @@ def result_of(options: argparse.Namespace) -> dict:
     """Run the command of parsed options; the result has its markdown under "table"."""
     module = module_of(options.command)
     if options.command in PLAIN:
-        settings = dict(batches=options.batch, r=options.r) if options.command == "tofu" else {}
+        settings = dict(batches=options.batch, r=options.r) if options.command == "tofu" else {"device": options.device}
         result = module.measure(repeats=options.repeats, threads=options.threads, **settings)
     else:
         result = module.result_of(options)

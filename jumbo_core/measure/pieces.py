@@ -120,11 +120,12 @@ def linear_targets(results: dict[str, dict]) -> list[Target]:
 def linear_large_targets(results: dict[str, dict]) -> list[Target]:
     small, large = results.get("linear"), results.get("linear_large")
     rows = [row for found in (small, large) if found for row in found["rows"]]
-    slopes = exponents(rows, JUMBO_LINEAR)
+    slopes, measured = exponents(rows, JUMBO_LINEAR), [row["tokens"] for row in rows if row.get("peak_MiB")]
+    over = f", {min(measured):,} to {max(measured):,} tokens" if measured else ""
     return [
         Target("1024x2048, fused attention", 6, ratio(large, VIT_B, JUMBO_LINEAR, size=[1024, 2048])),
         Target("exponent of its time over tokens, all sizes", 1.1, slopes.get("ms"), at_most=True),
-        Target("exponent of its peak memory over tokens, all sizes", 1.1, slopes.get("peak_MiB"), at_most=True),
+        Target(f"exponent of its peak memory over tokens{over}", 1.1, slopes.get("peak_MiB"), at_most=True),
     ]
 
 
@@ -221,7 +222,6 @@ PIECES = (
         "scan",
         "--repeats 7",
         scan_targets,
-        on_cuda=False,
     ),
     Piece(
         "block",
@@ -230,7 +230,6 @@ PIECES = (
         "block",
         "--repeats 7",
         block_targets,
-        on_cuda=False,
     ),
     Piece(
         "mamba2",

@@ -191,13 +191,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"MODEL or MODEL@option+option, for example jumbo_tiny_patch16_224@int8; options: {', '.join(OPTIONS)}, "
         "or key=value for the constructor; ratios are to the first",
     )
-    parser.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default 1)")
+    parser.add_argument("--batch", type=artefacts.at_least(1), nargs="+", default=[1], help="batch sizes (default 1)")
     parser.add_argument("--image-size", type=artefacts.size, default=(224, 224), help="N or HxW (default 224)")
-    parser.add_argument("--repeats", type=int, default=15, help="timed rounds (default 15)")
+    parser.add_argument("--repeats", type=artefacts.at_least(2), default=15, help="timed rounds (default 15)")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="cut rounds to about so many, at least 3 rounds"
     )
-    parser.add_argument("--threads", type=int, default=2, help="default 2")
+    parser.add_argument("--threads", type=artefacts.at_least(1), default=2, help="default 2")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the whole model (default float32)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--train", action="store_true", help="forward, backward and optimiser step")

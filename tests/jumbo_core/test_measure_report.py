@@ -147,6 +147,37 @@ def test_report(small, tmp_path, capsys):
         command.main([word for word in words if word != "--quick"])
 
 
+def test_a_table_that_fails_costs_no_other(small, monkeypatch, tmp_path, capsys):
+    measure = collection.measure
+
+    def broken(piece, **settings):
+        if piece.name == "one":
+            raise RuntimeError("no such luck")
+        return measure(piece, **settings)
+
+    monkeypatch.setattr(collection, "measure", broken)
+    arguments = ["report", "--out", str(tmp_path / "r"), "--threads", "1", "--quick", "--device", "cpu"]
+    with pytest.raises(SystemExit, match="failed: one; the same command measures"):
+        command.main(arguments)
+    assert "one: failed, RuntimeError: no such luck" in capsys.readouterr().out
+    text = (tmp_path / "r" / "benchmarks.md").read_text()
+    assert "## Second" in text and "## First" not in text
+    monkeypatch.setattr(collection, "measure", measure)
+    command.main(arguments)
+    assert re.search(r"one: measured, .*\ntwo: in the file", capsys.readouterr().out)
+
+
+def test_report_wants_a_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="is a file: give a folder"):
+        command.main(["report", "--out", str(tmp_path / "file")])
+
+
+def test_what_was_tried_stands_with_every_published_miss():
+    for section in (RESULTS.parent / "benchmarks.md").read_text().split("\n## ")[2:]:
+        assert "| missed by" not in section or "\nTried: " in section, section.splitlines()[0]
+
+
 def test_tables_that_are_of_cpus_alone_are_named_on_cuda(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(collection, "PIECES", SMALL[2:])
     command.main(["report", "--device", "cuda", "--out", str(tmp_path), "--results", str(tmp_path)])

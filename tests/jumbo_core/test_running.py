@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from jumbo_core.linear import Mamba2Mixer, pairs, running, ssd_scan, ssd_scan_reference
+from jumbo_core.linear import AdventurerBlock, Mamba2Mixer, pairs, running, ssd_scan, ssd_scan_reference
 from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts, with_heading
 from jumbo_core.linear.running import RunningScan
 from tests.conftest import max_error
@@ -154,3 +154,42 @@ def test_the_feed_forward_network_in_parts(batch, monkeypatch):
         assert not feeds_in_parts(h, norm, SwiGLU(16, 24, drop=0.5).train())
         feed_in_parts(h[:, :-2], norm, mlp)
     assert max_error(h[:, :-2], expected[:, :-2]) < 1e-6 and not torch.equal(h[:, -2:], expected[:, -2:])
+
+
+def test_a_scan_with_a_parameter_keeps_no_states(forms):
+    x, dt, B, C = torch.randn(1, 70, 2, 4), torch.rand(1, 70, 2), torch.randn(1, 70, 3), torch.randn(1, 70, 3)
+    skip = torch.nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        y, _ = ssd_scan(x, dt, -torch.ones(2), B, C, skip)
+    assert forms and "pairs" not in forms and not y.requires_grad
+
+
+def test_buffers_are_where_the_inputs_are():
+    mixer, x = Mamba2Mixer(64, d_state=16, head_dim=32).eval(), torch.randn(2, 40, 64)
+    with torch.no_grad():
+        expected = mixer(x)
+        with torch.device("meta"):
+            assert torch.equal(mixer(x), expected)
+
+
+@pytest.mark.parametrize("multiplier", [0, 2])
+def test_inputs_that_a_hook_keeps_stay(multiplier):
+    block, kept = AdventurerBlock(32, multiplier=multiplier).eval(), []
+    block.norm_mlp.register_forward_hook(lambda module, inputs, output: kept.append(inputs[0]))
+    ffn = (lambda g: torch.ones_like(g)) if multiplier else None
+    x = torch.randn(2, 20, 32)
+    with torch.no_grad():
+        h = block.mix(x)
+        before = h.clone()
+        block.feed(h, ffn)
+    (patches,) = kept
+    assert torch.equal(patches, before[:, : patches.shape[1]])
+
+
+def test_dropout_that_is_on_by_itself_drops_at_inference():
+    block = AdventurerBlock(32, proj_drop=0.5).eval()
+    for module in block.modules():
+        module.train(isinstance(module, torch.nn.Dropout))
+    x = torch.randn(2, 20, 32)
+    with torch.no_grad():
+        assert not torch.equal(block(x), block(x))

@@ -25,6 +25,7 @@ on other processors to float32, which is right and no faster than before.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
@@ -45,15 +46,22 @@ def int8_kernel() -> bool:
 
 @cache
 def _multiplies_exactly() -> bool:
+    # Kept for good, so it must not depend on the first caller: autocast, fake tensors, transforms and inference mode
+    # are a thread's own, and a new thread has none of them.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_try_products).result()
+
+
+def _try_products() -> bool:
+    random = dict(dtype=torch.int8, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    x, weight = torch.randint(-127, 128, (3, 256), **random), torch.randint(-127, 128, (64, 256), **random)
+    x[0], weight[0], weight[1] = 127, 127, -127  # pairs of products beyond 16 bits
+    scale = torch.ones(len(weight), dtype=torch.float32, device="cpu")
+    zero = torch.zeros_like(scale, dtype=torch.int32)
+    exact = (x.long() @ weight.long().t()).to(torch.float32)  # below 2^24: float32 holds them
     try:
-        with torch.inference_mode(False):
-            random = dict(dtype=torch.int8, generator=torch.Generator().manual_seed(0), device="cpu")
-            x, weight = torch.randint(-127, 128, (3, 256), **random), torch.randint(-127, 128, (64, 256), **random)
-            x[0], weight[0], weight[1] = 127, 127, -127  # pairs of products beyond 16 bits
-            scale = torch.ones(len(weight), device="cpu")
-            packed, zero = _pack(weight), torch.zeros_like(scale, dtype=torch.int32)
-            exact = x.float() @ weight.float().t()  # integers below 2^24: float32 holds them
-            return all(torch.equal(_multiply(x[:rows], packed, scale, zero), exact[:rows]) for rows in (1, 3))
+        packed = _pack(weight)
+        return all(torch.equal(_multiply(x[:rows], packed, scale, zero), exact[:rows]) for rows in (1, 3))
     except (AttributeError, RuntimeError, NotImplementedError):  # a torch without oneDNN has no such operator
         return False
 
@@ -163,7 +171,7 @@ class Int8Linear(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 kind = self.kind()
                 if kind == torch.int8:
-                    self._zero = torch.zeros(self.out_features, dtype=torch.int32)
+                    self._zero = torch.zeros(self.out_features, dtype=torch.int32, device=self.weight.device)
                     bias = None if self.bias is None else self.bias.float()
                     self._ready = now, (kind, _pack(self.weight), self.scale.float(), bias)
                 else:

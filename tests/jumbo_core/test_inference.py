@@ -4,11 +4,14 @@ import copy
 import io
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import timm
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import jumbo_core
 from jumbo_core import inference_report, optimize_for_inference
@@ -248,6 +251,49 @@ def test_products_are_those_of_the_rounded_numbers():
     rounded, scale = quantize_rows(x)
     exact = (rounded * scale).double() @ (layer.weight.double() * layer.scale.double()[:, None]).t() + layer.bias
     assert max_error(layer(x).double(), exact) < 1e-5
+
+
+@contextmanager
+def defaulting_to(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@needs_int8
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: defaulting_to(torch.bfloat16),
+        lambda: defaulting_to(torch.float16),
+        lambda: defaulting_to(torch.float64),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        FakeTensorMode,
+        torch.inference_mode,
+    ],
+    ids=["bfloat16", "float16", "float64", "autocast", "meta", "fake", "inference"],
+)
+def test_the_processor_is_judged_whatever_state_the_first_call_finds(state):
+    lowlatency._multiplies_exactly.cache_clear()
+    with state():
+        assert int8_kernel()
+    lowlatency._multiplies_exactly.cache_clear()
+    with state(), torch.no_grad():
+        torch.func.vmap(lambda x: x if int8_kernel() else None)(torch.ones(2))
+    assert int8_kernel()
+
+
+@needs_int8
+def test_first_called_where_new_tensors_are_made_elsewhere():
+    fast, x = optimised(trained()), images()
+    with torch.inference_mode():
+        expected = copy.deepcopy(fast)(x)
+        with torch.device("meta"):
+            assert torch.equal(fast(x), expected)
 
 
 @needs_int8

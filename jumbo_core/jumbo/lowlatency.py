@@ -33,7 +33,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from jumbo_core.jumbo.stamps import stamp
-from jumbo_core.jumbo.token import JumboFFN
+from jumbo_core.jumbo.token import JumboFFN, refuse_int8
 
 DTYPES = ("int8", "bfloat16")
 
@@ -223,6 +223,11 @@ class LowLatencyFFN(nn.Module):
         if self.dtype == "int8":
             return self.fc2(self.fc1(x, gelu=True))
         return self.fc2(F.gelu(self.fc1(x.to(self.fc1.weight.dtype)))).to(x.dtype)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
+        if self.dtype != "int8":
+            refuse_int8(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
         return f"dtype={self.dtype!r}"

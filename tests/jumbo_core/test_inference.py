@@ -175,6 +175,13 @@ def test_int8_state_is_refused_by_a_model_as_trained():
         trained().load_state_dict(optimised(trained()).state_dict())
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_int8_state_is_refused_by_a_model_in_bfloat16(strict):
+    model, state = optimised(trained(), "bfloat16"), optimised(trained()).state_dict()
+    with pytest.raises(ValueError, match=r"encoder.jumbo_mlp.fc1.weight is int8.*optimize_for_inference"):
+        model.load_state_dict(state, strict=strict)
+
+
 def test_a_state_of_another_shape_or_without_scale_is_refused():
     model = optimised(trained())
     state = model.state_dict()
@@ -288,12 +295,11 @@ def test_the_processor_is_judged_whatever_state_the_first_call_finds(state):
 
 
 @needs_int8
-def test_first_called_where_new_tensors_are_made_elsewhere():
-    fast, x = optimised(trained()), images()
-    with torch.inference_mode():
-        expected = copy.deepcopy(fast)(x)
-        with torch.device("meta"):
-            assert torch.equal(fast(x), expected)
+def test_all_that_is_multiplied_lies_beside_the_weights():
+    layer = Int8Linear.of(nn.Linear(64, 32))
+    with torch.inference_mode(), torch.device("meta"):
+        layer(torch.randn(3, 64, device="cpu"))
+    assert layer._zero.device == layer.weight.device
 
 
 @needs_int8

@@ -228,6 +228,18 @@ def test_optimised_inside_inference_mode(dtype):
     assert torch.isfinite(fast(x)).all()
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float32])
+def test_weights_made_in_inference_mode_change_unseen_and_are_followed(kind, monkeypatch):
+    if kind != torch.int8 or not int8_kernel():
+        monkeypatch.setattr(Int8Linear, "kind", lambda self: torch.float32)
+    layer, x = Int8Linear.of(nn.Linear(96, 40)), torch.randn(3, 96)
+    with torch.inference_mode():
+        layer.weight = layer.weight.clone()
+        assert layer.weight.is_inference() and max_error(layer(x), layer.bias.expand(3, -1)) > 0.1
+        layer.weight.zero_()
+        assert max_error(layer(x), layer.bias.expand(3, -1)) == 0
+
+
 def test_half_precision_models_and_moves():
     model, x = trained(), images()
     with torch.inference_mode():

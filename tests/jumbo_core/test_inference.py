@@ -134,6 +134,25 @@ def test_replaced_layers_and_float64_are_refused_before_anything_changes():
         optimize_for_inference(trained().double())
 
 
+@pytest.mark.parametrize("part", ["", "fc1", "act", "fc2"])
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "forward"])
+def test_hooks_are_refused_before_anything_changes(part, hook):
+    model = trained(share_jumbo_ffn=False)
+    module = model.encoder.jumbo_mlp[-1].get_submodule(part)
+    if hook == "forward":
+        module.forward = module.forward  # what offloading does
+    else:
+        handle = getattr(module, hook)(lambda *_: None)
+    with pytest.raises(ValueError, match=r"carries hooks.*without offloading"):
+        optimize_for_inference(model)
+    assert inference_report(model) == []
+    if hook == "forward":
+        del module.forward
+    else:
+        handle.remove()
+    assert inference_report(optimize_for_inference(model))
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_training_and_gradients_are_refused(dtype):
     model, x = optimised(trained(), dtype), images()

@@ -30,6 +30,7 @@ from functools import cache
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from jumbo_core.jumbo.stamps import stamp
@@ -213,7 +214,7 @@ class LowLatencyFFN(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, J*D) -> (B, J*D), in the input's dtype."""
-        if self.training or (torch.is_grad_enabled() and x.requires_grad):
+        if self.training or (torch.is_grad_enabled() and x.requires_grad) or _has_tangent(x):
             asked = "called in training mode" if self.training else "asked for gradients"
             raise RuntimeError(
                 f"a Jumbo FFN in {self.dtype} was {asked}: optimize_for_inference makes models that predict only. Call "
@@ -239,6 +240,13 @@ class LowLatencyFFN(nn.Module):
             return sum(p.numel() * p.element_size() for layer in layers for p in layer.parameters())
         own = sum(layer.weight.numel() * layer.kind().itemsize for layer in layers)
         return own + sum(b.numel() * b.element_size() for f in layers for n, b in f.named_buffers() if n != "weight")
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode autograd follows ``x``."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _in_bfloat16(linear: nn.Linear) -> nn.Linear:

@@ -12,6 +12,7 @@ import timm
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import jumbo_core
 from jumbo_core import inference_report, optimize_for_inference
@@ -161,6 +162,19 @@ def test_training_and_gradients_are_refused(dtype):
     with pytest.raises(RuntimeError, match="asked for gradients"):
         model.eval()(x.requires_grad_())
     assert torch.isfinite(model(x.detach())).all()  # eval mode alone is enough
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_forward_mode_is_refused(dtype):
+    ffn = LowLatencyFFN(trained().encoder.jumbo_mlp, dtype)
+    x = torch.randn(2, ffn.fc1.in_features)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="asked for gradients"):
+            torch.func.jvp(ffn, (x,), (x,))
+        with forward_ad.dual_level():
+            assert torch.isfinite(ffn(x)).all()  # nothing is followed
+            with pytest.raises(RuntimeError, match="asked for gradients"):
+                ffn(forward_ad.make_dual(x, x))
 
 
 # --- state ---

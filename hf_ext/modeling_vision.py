@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -44,7 +46,9 @@ class VisionPreTrainedModel(PreTrainedModel):
                 many patches; a fusion plan that does not fit; ``optimize`` asks for what was rounded away.
         """
         saved = _saved_config(cls.config_class, pretrained_model_name_or_path, dict(kwargs))
-        config, kwargs, wanted = plan_loading(saved, config, kwargs)
+        by_path = isinstance(config, (str, os.PathLike))
+        asked = _saved_config(cls.config_class, config, dict(kwargs)) if by_path else None
+        config, kwargs, wanted = plan_loading(saved, config, kwargs, asked)
         loaded = super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
         finish_loading(model, wanted)

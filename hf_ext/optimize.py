@@ -28,19 +28,23 @@ def optimized(model: PreTrainedModel) -> str | None:
     return next((entry.dtype for entry in inference_report(model)), None)
 
 
-def plan_loading(saved: PreTrainedConfig | None, config, options: dict):
+def plan_loading(saved: PreTrainedConfig | None, config, options: dict, asked: PreTrainedConfig | None = None):
     """How to load a folder: (configuration or None, options of ``from_pretrained``, what to optimise to afterwards).
 
     Args:
         saved: the configuration in the folder, None where there is none.
         config: what the caller gave as ``config``: an object, a path or None.
         options: the caller's other options; ``optimize`` among them asks for another form than the saved one.
+        asked: the configuration that a path as ``config`` leads to.
 
     Raises:
         ValueError: weights were saved in a form that cannot be turned into the one asked for.
     """
     has = None if saved is None else saved.optimize
-    wanted = config.optimize if isinstance(config, PreTrainedConfig) else options.get("optimize", has)
+    if isinstance(config, PreTrainedConfig):
+        wanted = config.optimize
+    else:
+        wanted = options.get("optimize", has if asked is None else asked.optimize)
     if has not in (None, wanted):
         raise ValueError(
             f"the folder's Jumbo FFN is in {has} and optimize={wanted!r} was asked for: the weights that were rounded "

@@ -58,7 +58,8 @@ def optimize_for_inference(model: nn.Module, *, dtype: str = "int8") -> nn.Modul
         changes nothing.
 
     Raises:
-        ValueError: another dtype; a model that was optimised to the other one, which has no float32 weights any more.
+        ValueError: another dtype; a model that was optimised to the other one, which has no float32 weights any more;
+            a Jumbo FFN with forward hooks, as offloading puts on it.
         TypeError: a model without a Jumbo FFN, or one whose layers an adapter or another quantizer has replaced.
 
     Warns:
@@ -158,6 +159,12 @@ def _check(name: str, ffn: nn.Module, dtype: str) -> None:
         raise TypeError(
             f"{name} is no plain JumboFFN ({type(ffn).__name__} of {type(getattr(ffn, 'fc1', None)).__name__}): merge "
             f"adapters, and leave other quantization out, before optimize_for_inference"
+        )
+    if hooked(*ffn.modules()):
+        raise ValueError(
+            f"{name} carries hooks, of offloading (device_map, accelerate) or your own, which the FFN in its place "
+            f"would not have: load the model on one device without offloading, or remove the hooks, before "
+            f"optimize_for_inference"
         )
     if ffn.fc1.weight.dtype == torch.float64:
         raise TypeError(f"{name} is float64: an int8 or bfloat16 FFN does not keep its digits; convert with .float()")

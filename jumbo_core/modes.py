@@ -22,8 +22,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def recorded() -> bool:
-    """Whether somebody records what happens here, autograd, a compiler or a tracer: then nothing may be overwritten."""
-    return torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing()
+    """Whether somebody records what happens here, autograd or :func:`traced`: then nothing may be overwritten."""
+    return torch.is_grad_enabled() or traced()
+
+
+def traced() -> bool:
+    """Whether a compiler, a tracer, a transform of torch.func or forward-mode autograd looks at every operator."""
+    return (
+        torch.compiler.is_compiling()  # the rest is not asked then: a compiler would have to follow it
+        or torch.jit.is_tracing()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def hooked(*modules: nn.Module) -> bool:

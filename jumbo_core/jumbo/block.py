@@ -11,7 +11,7 @@ from torch import nn
 
 from jumbo_core.jumbo.mlp import TightMlp
 from jumbo_core.jumbo.token import join_slices, split_slices
-from jumbo_core.modes import recorded
+from jumbo_core.modes import hooked, recorded
 
 
 class JumboBlock(nn.Module):
@@ -74,9 +74,14 @@ class JumboBlock(nn.Module):
         attn_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, J+E+N, D) -> (B, J+E+N, D). ``attn_mask`` broadcasts to (B, heads, T, T), True = may be attended to."""
-        if self.multiplier and not recorded():
+        if self.multiplier and not recorded() and self._halves_are_own():
             return self._without_copies(x, jumbo_ffn, attn_mask)
         return self.feed(self.attend(x, attn_mask), jumbo_ffn)
+
+    def _halves_are_own(self) -> bool:
+        """Whether neither a subclass nor somebody on this object has replaced one of the halves."""
+        halves = (self.attend, JumboBlock.attend), (self.feed, JumboBlock.feed)
+        return all(getattr(half, "__func__", None) is own for half, own in halves)
 
     def _without_copies(
         self, x: torch.Tensor, jumbo_ffn: Callable[[torch.Tensor], torch.Tensor], attn_mask: torch.Tensor | None
@@ -99,7 +104,7 @@ class JumboBlock(nn.Module):
         return x + self.drop_path(self.ls1(self.attn(self.norm1(x), attn_mask=attn_mask)))
 
     def feed(self, x: torch.Tensor, jumbo_ffn: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
-        """The second half, the feed-forward networks; overwrites ``x`` when gradients are off."""
+        """The second half, the feed-forward networks; may overwrite ``x`` when gradients are off."""
         if not self.multiplier:
             return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
@@ -109,9 +114,9 @@ class JumboBlock(nn.Module):
         rest_update = self.drop_path(self.ls2(self.mlp(self.norm2(rest))))
         slices_update = split_slices(g, self.multiplier)  # (B, J*D) -> (B, J, D)
 
-        if recorded():
+        if recorded() or hooked(self.norm2, self.norm3, self.mlp):
             return torch.cat([slices + slices_update, rest + rest_update], dim=1)
-        # x is the first half's own result and nobody else holds it, so both parts are updated where they lie.
+        # x is the first half's own result and no hook was given parts of it, so both are updated where they lie.
         slices.add_(slices_update)
         rest.add_(rest_update)
         return x

@@ -25,14 +25,16 @@ on other processors to float32, which is right and no faster than before.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from jumbo_core.jumbo.stamps import stamp
-from jumbo_core.jumbo.token import JumboFFN
+from jumbo_core.jumbo.token import JumboFFN, refuse_int8
 
 DTYPES = ("int8", "bfloat16")
 
@@ -45,15 +47,22 @@ def int8_kernel() -> bool:
 
 @cache
 def _multiplies_exactly() -> bool:
+    # Kept for good, so it must not depend on the first caller: autocast, fake tensors, transforms and inference mode
+    # are a thread's own, and a new thread has none of them.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_try_products).result()
+
+
+def _try_products() -> bool:
+    random = dict(dtype=torch.int8, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+    x, weight = torch.randint(-127, 128, (3, 256), **random), torch.randint(-127, 128, (64, 256), **random)
+    x[0], weight[0], weight[1] = 127, 127, -127  # pairs of products beyond 16 bits
+    scale = torch.ones(len(weight), dtype=torch.float32, device="cpu")
+    zero = torch.zeros_like(scale, dtype=torch.int32)
+    exact = (x.long() @ weight.long().t()).to(torch.float32)  # below 2^24: float32 holds them
     try:
-        with torch.inference_mode(False):
-            random = dict(dtype=torch.int8, generator=torch.Generator().manual_seed(0), device="cpu")
-            x, weight = torch.randint(-127, 128, (3, 256), **random), torch.randint(-127, 128, (64, 256), **random)
-            x[0], weight[0], weight[1] = 127, 127, -127  # pairs of products beyond 16 bits
-            scale = torch.ones(len(weight), device="cpu")
-            packed, zero = _pack(weight), torch.zeros_like(scale, dtype=torch.int32)
-            exact = x.float() @ weight.float().t()  # integers below 2^24: float32 holds them
-            return all(torch.equal(_multiply(x[:rows], packed, scale, zero), exact[:rows]) for rows in (1, 3))
+        packed = _pack(weight)
+        return all(torch.equal(_multiply(x[:rows], packed, scale, zero), exact[:rows]) for rows in (1, 3))
     except (AttributeError, RuntimeError, NotImplementedError):  # a torch without oneDNN has no such operator
         return False
 
@@ -163,7 +172,7 @@ class Int8Linear(nn.Module):
             with torch.inference_mode(False), torch.no_grad():
                 kind = self.kind()
                 if kind == torch.int8:
-                    self._zero = torch.zeros(self.out_features, dtype=torch.int32)
+                    self._zero = torch.zeros(self.out_features, dtype=torch.int32, device=self.weight.device)
                     bias = None if self.bias is None else self.bias.float()
                     self._ready = now, (kind, _pack(self.weight), self.scale.float(), bias)
                 else:
@@ -205,7 +214,7 @@ class LowLatencyFFN(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, J*D) -> (B, J*D), in the input's dtype."""
-        if self.training or (torch.is_grad_enabled() and x.requires_grad):
+        if self.training or (torch.is_grad_enabled() and x.requires_grad) or _has_tangent(x):
             asked = "called in training mode" if self.training else "asked for gradients"
             raise RuntimeError(
                 f"a Jumbo FFN in {self.dtype} was {asked}: optimize_for_inference makes models that predict only. Call "
@@ -215,6 +224,11 @@ class LowLatencyFFN(nn.Module):
         if self.dtype == "int8":
             return self.fc2(self.fc1(x, gelu=True))
         return self.fc2(F.gelu(self.fc1(x.to(self.fc1.weight.dtype)))).to(x.dtype)
+
+    def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
+        if self.dtype != "int8":
+            refuse_int8(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def extra_repr(self) -> str:
         return f"dtype={self.dtype!r}"
@@ -226,6 +240,13 @@ class LowLatencyFFN(nn.Module):
             return sum(p.numel() * p.element_size() for layer in layers for p in layer.parameters())
         own = sum(layer.weight.numel() * layer.kind().itemsize for layer in layers)
         return own + sum(b.numel() * b.element_size() for f in layers for n, b in f.named_buffers() if n != "weight")
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode autograd follows ``x``."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 def _in_bfloat16(linear: nn.Linear) -> nn.Linear:

@@ -41,6 +41,7 @@ class TightMlp(Mlp):
             and type(self.fc2) in (nn.Linear, PackedLinear)
             and type(self.act) is nn.GELU
             and type(self.norm) is nn.Identity
+            and not any(drop.training and drop.p for drop in (self.drop1, self.drop2))  # Monte-Carlo dropout
             and not hooked(self.fc1, self.act, self.drop1, self.norm, self.fc2, self.drop2)
         )
 

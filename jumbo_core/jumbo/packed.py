@@ -44,6 +44,7 @@ class PackedLinear(nn.Linear):
             and x.dtype == self.weight.dtype == torch.float32
             and type(x) is torch.Tensor
             and type(self.weight) is nn.Parameter
+            and not self.weight.is_inference()  # changes unseen, and to pack it in every call does not pay
             and x.numel() * self.out_features >= LEAST
             and not torch.is_autocast_enabled("cpu")
             and torch.backends.mkldnn.is_available()
@@ -57,6 +58,10 @@ class PackedLinear(nn.Linear):
                 packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().clone(), 1024)
             self.__dict__["_ready"] = ready = now, packed
         return ready[1]
+
+    def _load_from_state_dict(self, *arguments) -> None:
+        super()._load_from_state_dict(*arguments)
+        self.__dict__.pop("_ready", None)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_ready"}

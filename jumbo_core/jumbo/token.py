@@ -43,11 +43,16 @@ class JumboFFN(WideMlp):
         super().__init__(width, int(width * mlp_ratio), drop=drop)
 
     def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
-        """As any module, but int8 weights, which copying would take for numbers around 100, are refused."""
-        weight = state_dict.get(f"{prefix}fc1.weight")
-        if isinstance(weight, torch.Tensor) and weight.dtype == torch.int8:
-            raise ValueError(
-                f"{prefix}fc1.weight is int8, of a model that optimize_for_inference made: call "
-                f"jumbo_core.optimize_for_inference(model, dtype='int8') before loading it"
-            )
+        """As any module, but int8 weights are refused."""
+        refuse_int8(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def refuse_int8(state_dict: dict, prefix: str) -> None:
+    """ValueError for an FFN's int8 weights, which copying would take for numbers around 100."""
+    weight = state_dict.get(f"{prefix}fc1.weight")
+    if isinstance(weight, torch.Tensor) and weight.dtype == torch.int8:
+        raise ValueError(
+            f"{prefix}fc1.weight is int8, of a model that optimize_for_inference made: load it into a model as trained "
+            f"that went through jumbo_core.optimize_for_inference(model, dtype='int8') before"
+        )

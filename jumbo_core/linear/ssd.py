@@ -18,6 +18,7 @@ from jumbo_core.linear.backends import fused_backend, fused_scan
 from jumbo_core.linear.chunks import ChunkedScan, scan_chunks
 from jumbo_core.linear.running import runs
 from jumbo_core.linear.steps import accumulation_dtype
+from jumbo_core.modes import traced
 
 BACKENDS = ("auto", "torch", "mamba_ssm", "fla")
 
@@ -59,7 +60,7 @@ def ssd_scan(
 
     Raises:
         ValueError: shapes that do not fit (the sizes that clash are named), an unknown backend or one that cannot run;
-            on CPU, outside of torch.compile, also a positive A or a negative dt.
+            on CPU, where nobody traces, also a positive A or a negative dt.
     """
     _check_shapes(x, dt, A, B, C, D, initial_state, mask)
     if backend not in BACKENDS:
@@ -79,7 +80,7 @@ def ssd_scan(
         if initial_state is None:
             b, _, heads, channels = x.shape
             initial_state = x.new_zeros(b, heads, channels, B.shape[-1], dtype=accumulation_dtype(x.dtype))
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        if traced():
             return _recorded_scan(x, dt, A, B, C, D, initial_state, chunk_size)
         if not torch.is_grad_enabled():  # autograd would count parameters as wanting gradients even so
             initial_state = initial_state.to(accumulation_dtype(x.dtype))
@@ -168,7 +169,7 @@ def _check_shapes(x, dt, A, B, C, D, initial_state, mask) -> None:
             )
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"mask must be bool with True for real steps, got {mask.dtype}")
-    if not torch.compiler.is_compiling() and x.device.type == "cpu":  # elsewhere looking would wait for the device
+    if not traced() and x.device.type == "cpu":  # elsewhere looking would wait for the device
         if (A > 0).any():
             raise ValueError(f"A must not be positive, the state would grow: got {A.max():.3g}; pass -exp(A_log)")
         if (dt < 0).any():

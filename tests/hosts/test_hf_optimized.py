@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,6 +82,31 @@ def test_asked_for_while_a_trained_model_is_loaded(tmp_path, trained, images, dt
         assert torch.equal(logits(fast, images), expected)
     assert wanted.optimize == dtype  # the caller's own is left alone
     assert dtypes(JumboForImageClassification.from_pretrained(tmp_path)) == []
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+@pytest.mark.parametrize("kind", [str, Path])
+def test_asked_for_by_a_configuration_elsewhere(tmp_path, trained, images, dtype, kind):
+    trained.save_pretrained(tmp_path / "model")
+    AutoConfig.from_pretrained(tmp_path / "model", optimize=dtype).save_pretrained(tmp_path / "wanted")
+    expected = logits(optimize_for_inference(copy.deepcopy(trained), dtype=dtype), images)
+    where = dict(config=kind(tmp_path / "wanted"))
+    fast, info = JumboForImageClassification.from_pretrained(tmp_path / "model", **where, output_loading_info=True)
+    assert not info["missing_keys"] and dtypes(fast) == [dtype] and fast.config.optimize == dtype
+    assert torch.equal(logits(fast, images), expected)
+    plain = JumboForImageClassification.from_pretrained(tmp_path / "model", **where, optimize=None)
+    assert dtypes(plain) == [] and torch.equal(logits(plain, images), logits(trained, images))
+    fast.save_pretrained(tmp_path / "fast")
+    with pytest.raises(ValueError, match="rounded"):
+        JumboForImageClassification.from_pretrained(tmp_path / "fast", config=kind(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_offloaded_models_are_refused(tmp_path, trained, dtype):
+    trained.save_pretrained(tmp_path / "model")
+    options = dict(device_map={"": "disk"}, offload_folder=str(tmp_path / "offload"))
+    with pytest.raises(ValueError, match="without offloading"):
+        JumboForImageClassification.from_pretrained(tmp_path / "model", **options, optimize=dtype)
 
 
 def test_what_was_rounded_does_not_come_back(tmp_path, trained):

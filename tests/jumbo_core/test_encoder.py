@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from jumbo_core.jumbo import JumboEncoder, join_slices, split_slices
+from jumbo_core.jumbo import JumboBlock, JumboEncoder, JumboFFN, join_slices, split_slices
 from tests.conftest import max_error
 
 OPTIONS = [
@@ -67,6 +67,35 @@ def test_in_place_updates_never_reach_a_tensor_somebody_holds():
         model(patches)
     assert torch.equal(patches, before)
     assert all(torch.equal(output, copy) for output, copy in held)
+
+
+@pytest.mark.parametrize("name", ["norm2", "norm3", "mlp"])
+@pytest.mark.parametrize("halves", [False, True])
+def test_what_a_hook_was_given_is_never_overwritten(name, halves):
+    model = encoder().eval()
+    block, ffn, x, held = model.blocks[0], model.jumbo_mlp, torch.randn(2, 7, 16), []
+    if name == "mlp":
+        block.norm2 = torch.nn.Identity()  # else its input is the norm's own result
+    with torch.no_grad():
+        expected = block(x, ffn)
+        getattr(block, name).register_forward_pre_hook(lambda module, inputs: held.append((*inputs, inputs[0].clone())))
+        y = block.feed(block.attend(x), ffn) if halves else block(x, ffn)
+    assert max_error(y, expected) < 1e-6 and len(held) == 1
+    assert torch.equal(*held[0])
+
+
+@pytest.mark.parametrize("name", ["attend", "feed"])
+@pytest.mark.parametrize("subclass", [True, False])
+def test_a_replaced_half_is_called_with_and_without_gradients(name, subclass):
+    half = getattr(JumboBlock, name)
+    own = type("Own", (JumboBlock,), {name: lambda self, *inputs: half(self, *inputs) * 2})
+    block = (own if subclass else JumboBlock)(16, 2, multiplier=2).eval()
+    if not subclass:
+        setattr(block, name, lambda *inputs: half(block, *inputs) * 2)
+    ffn, x = JumboFFN(16, 2).eval(), torch.randn(2, 7, 16)
+    expected = block(x, ffn)
+    with torch.no_grad():
+        assert max_error(block(x, ffn), expected) < 1e-5
 
 
 def test_mask_hides_padding():

@@ -4,11 +4,15 @@ import copy
 import io
 import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import timm
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 import jumbo_core
 from jumbo_core import inference_report, optimize_for_inference
@@ -131,6 +135,25 @@ def test_replaced_layers_and_float64_are_refused_before_anything_changes():
         optimize_for_inference(trained().double())
 
 
+@pytest.mark.parametrize("part", ["", "fc1", "act", "fc2"])
+@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook", "forward"])
+def test_hooks_are_refused_before_anything_changes(part, hook):
+    model = trained(share_jumbo_ffn=False)
+    module = model.encoder.jumbo_mlp[-1].get_submodule(part)
+    if hook == "forward":
+        module.forward = module.forward  # what offloading does
+    else:
+        handle = getattr(module, hook)(lambda *_: None)
+    with pytest.raises(ValueError, match=r"carries hooks.*without offloading"):
+        optimize_for_inference(model)
+    assert inference_report(model) == []
+    if hook == "forward":
+        del module.forward
+    else:
+        handle.remove()
+    assert inference_report(optimize_for_inference(model))
+
+
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 def test_training_and_gradients_are_refused(dtype):
     model, x = optimised(trained(), dtype), images()
@@ -139,6 +162,19 @@ def test_training_and_gradients_are_refused(dtype):
     with pytest.raises(RuntimeError, match="asked for gradients"):
         model.eval()(x.requires_grad_())
     assert torch.isfinite(model(x.detach())).all()  # eval mode alone is enough
+
+
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_forward_mode_is_refused(dtype):
+    ffn = LowLatencyFFN(trained().encoder.jumbo_mlp, dtype)
+    x = torch.randn(2, ffn.fc1.in_features)
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="asked for gradients"):
+            torch.func.jvp(ffn, (x,), (x,))
+        with forward_ad.dual_level():
+            assert torch.isfinite(ffn(x)).all()  # nothing is followed
+            with pytest.raises(RuntimeError, match="asked for gradients"):
+                ffn(forward_ad.make_dual(x, x))
 
 
 # --- state ---
@@ -170,6 +206,13 @@ def test_state_has_int8_weights():
 def test_int8_state_is_refused_by_a_model_as_trained():
     with pytest.raises(ValueError, match="optimize_for_inference"):
         trained().load_state_dict(optimised(trained()).state_dict())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_int8_state_is_refused_by_a_model_in_bfloat16(strict):
+    model, state = optimised(trained(), "bfloat16"), optimised(trained()).state_dict()
+    with pytest.raises(ValueError, match=r"encoder.jumbo_mlp.fc1.weight is int8.*optimize_for_inference"):
+        model.load_state_dict(state, strict=strict)
 
 
 def test_a_state_of_another_shape_or_without_scale_is_refused():
@@ -218,6 +261,18 @@ def test_optimised_inside_inference_mode(dtype):
     assert torch.isfinite(fast(x)).all()
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float32])
+def test_weights_made_in_inference_mode_change_unseen_and_are_followed(kind, monkeypatch):
+    if kind != torch.int8 or not int8_kernel():
+        monkeypatch.setattr(Int8Linear, "kind", lambda self: torch.float32)
+    layer, x = Int8Linear.of(nn.Linear(96, 40)), torch.randn(3, 96)
+    with torch.inference_mode():
+        layer.weight = layer.weight.clone()
+        assert layer.weight.is_inference() and max_error(layer(x), layer.bias.expand(3, -1)) > 0.1
+        layer.weight.zero_()
+        assert max_error(layer(x), layer.bias.expand(3, -1)) == 0
+
+
 def test_half_precision_models_and_moves():
     model, x = trained(), images()
     with torch.inference_mode():
@@ -248,6 +303,48 @@ def test_products_are_those_of_the_rounded_numbers():
     rounded, scale = quantize_rows(x)
     exact = (rounded * scale).double() @ (layer.weight.double() * layer.scale.double()[:, None]).t() + layer.bias
     assert max_error(layer(x).double(), exact) < 1e-5
+
+
+@contextmanager
+def defaulting_to(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@needs_int8
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: defaulting_to(torch.bfloat16),
+        lambda: defaulting_to(torch.float16),
+        lambda: defaulting_to(torch.float64),
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+        FakeTensorMode,
+        torch.inference_mode,
+    ],
+    ids=["bfloat16", "float16", "float64", "autocast", "meta", "fake", "inference"],
+)
+def test_the_processor_is_judged_whatever_state_the_first_call_finds(state):
+    lowlatency._multiplies_exactly.cache_clear()
+    with state():
+        assert int8_kernel()
+    lowlatency._multiplies_exactly.cache_clear()
+    with state(), torch.no_grad():
+        torch.func.vmap(lambda x: x if int8_kernel() else None)(torch.ones(2))
+    assert int8_kernel()
+
+
+@needs_int8
+def test_all_that_is_multiplied_lies_beside_the_weights():
+    layer = Int8Linear.of(nn.Linear(64, 32))
+    with torch.inference_mode(), torch.device("meta"):
+        layer(torch.randn(3, 64, device="cpu"))
+    assert layer._zero.device == layer.weight.device
 
 
 @needs_int8

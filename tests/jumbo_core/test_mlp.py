@@ -94,6 +94,21 @@ def test_dropout_in_training_and_gradients():
         assert not torch.equal(ours(x), ours(x))
 
 
+@pytest.mark.parametrize("cls", [TightMlp, WideMlp])
+@pytest.mark.parametrize("which", ["drop1", "drop2"])
+def test_monte_carlo_dropout(cls, which):
+    """Dropout alone in training, the rest of the model in eval mode."""
+    ours, theirs = pair(cls, drop=0.5)
+    x = torch.randn(8, 24)
+    for mlp in (ours, theirs):
+        getattr(mlp, which).train()
+    with torch.no_grad():
+        torch.manual_seed(1)
+        expected = theirs(x)
+        torch.manual_seed(1)
+        assert torch.equal(ours(x), expected) and not torch.equal(ours(x), expected)
+
+
 def test_vmap_and_compile():
     ours, theirs = pair(WideMlp)
     x = torch.randn(4, 8, 24)

@@ -79,6 +79,26 @@ def test_state_copies_and_changes():
         assert max_error(ours(x), ours.bias + x.sum(1, keepdim=True)) < 1e-5
 
 
+def test_weights_made_in_inference_mode_change_unseen_and_are_followed():
+    with torch.inference_mode():
+        ours, plain = packed(24, 40)
+        x, other = torch.randn(3, 24), nn.Linear(24, 40)
+        assert ours.weight.is_inference() and max_error(ours(x), plain(x)) < 1e-5
+        ours.load_state_dict(other.state_dict())
+        assert max_error(ours(x), other(x)) < 1e-5
+        ours.weight.zero_()
+        assert max_error(ours(x), ours.bias.expand(3, -1)) == 0
+
+
+def test_loading_drops_what_was_packed():
+    ours, _ = packed(24, 40)
+    with torch.inference_mode():
+        ours(torch.randn(3, 24))
+        assert "_ready" in vars(ours)
+        ours.load_state_dict(nn.Linear(24, 40).state_dict(), assign=True)
+    assert "_ready" not in vars(ours)
+
+
 def test_inside_an_mlp_with_and_without_hooks():
     mlp, plain = TightMlp(24, 96).eval(), Mlp(24, 96).eval()
     plain.load_state_dict(mlp.state_dict())

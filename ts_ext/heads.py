@@ -9,6 +9,7 @@ import torch
 from timm.layers import trunc_normal_
 from torch import nn
 
+from jumbo_core.dropout import Dropout
 from ts_ext.trunk import Encoded, SeriesTrunk
 
 
@@ -22,7 +23,7 @@ class SeriesHead(nn.Linear):
 
     def __init__(self, in_features: int, out_features: int, drop: float = 0.0) -> None:
         super().__init__(in_features, out_features)
-        self.drop = nn.Dropout(drop)
+        self.drop = Dropout(drop)
         trunc_normal_(self.weight, std=0.02)
         nn.init.zeros_(self.bias)
 

@@ -108,7 +108,7 @@ class JumboBlock(nn.Module):
         if not self.multiplier:
             return x + self.drop_path(self.ls2(self.mlp(self.norm2(x))))
 
-        slices, rest = x[:, : self.multiplier], x[:, self.multiplier :]
+        slices, rest = x.split([self.multiplier, x.shape[1] - self.multiplier], dim=1)  # one gradient for both parts
         g = join_slices(slices)  # (B, J, D) -> (B, J*D)
         g = self.drop_path(self.ls3(jumbo_ffn(self.norm3(g))))
         rest_update = self.drop_path(self.ls2(self.mlp(self.norm2(rest))))

@@ -9,6 +9,7 @@ from timm.layers import Attention, trunc_normal_
 from torch import nn
 
 from jumbo_core import checks
+from jumbo_core.dropout import replace_dropouts
 from jumbo_core.jumbo.block import JumboBlock
 from jumbo_core.jumbo.stack import BlockStack, JumboOutput, check_mask, rates_per_block
 
@@ -96,6 +97,7 @@ class JumboEncoder(BlockStack):
             for rate in rates
         )
         self.norm = nn.LayerNorm(dim, eps=norm_eps)
+        replace_dropouts(self)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

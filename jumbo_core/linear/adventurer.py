@@ -10,6 +10,7 @@ from timm.layers import DropPath, SwiGLU, trunc_normal_
 from torch import nn
 
 from jumbo_core import checks
+from jumbo_core.dropout import replace_dropouts
 from jumbo_core.jumbo.stack import BlockStack, JumboOutput, check_mask, rates_per_block
 from jumbo_core.jumbo.token import join_slices, split_slices
 from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts, with_heading
@@ -101,7 +102,9 @@ class AdventurerBlock(nn.Module):
         """The second half, the feed-forward networks; overwrites ``h`` when gradients are off."""
         # h is the first half's own result: nobody else holds it but hooks that are given parts of it.
         in_place = not (recorded() or hooked(self.norm_mlp, self.mlp, *([self.norm3] if self.multiplier else [])))
-        patches, slices = (h[:, : -self.multiplier], h[:, -self.multiplier :]) if self.multiplier else (h, None)
+        patches, slices = h, None
+        if self.multiplier:  # split: one gradient for both parts
+            patches, slices = h.split([h.shape[1] - self.multiplier, self.multiplier], dim=1)
         if slices is not None:
             g = join_slices(slices)  # (B, J, D) -> (B, J*D)
             g = split_slices(self.drop_path(jumbo_ffn(self.norm3(g))), self.multiplier)
@@ -197,6 +200,7 @@ class AdventurerEncoder(BlockStack):
             for rate in rates_per_block(drop_path, self.depth)
         )
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
+        replace_dropouts(self)
         self.reset_parameters()
 
     def set_flip(self, flip: str | Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from timm.layers import trunc_normal_
 from torch import nn
 
 from jumbo_core import checks
+from jumbo_core.dropout import Dropout
 from jumbo_core.jumbo import JumboEncoder, JumboOutput, take_patches
 from jumbo_core.linear import AdventurerEncoder
 from jumbo_core.models.batchnorm import use_batch_norm
@@ -112,7 +113,7 @@ class JumboSeries(nn.Module):
         self.in_channels, self.norm = checks.integer("in_channels", in_channels), norm
         self.patch_embed = nn.Linear(self.in_channels * self.patch_len, dim)
         self.pos_embed = nn.Parameter(torch.zeros(1, self.num_patches, dim))
-        self.pos_drop = nn.Dropout(drop)
+        self.pos_drop = Dropout(drop)
         options = {"drop_path": 0.0, **options}
         if encoder == "linear":
             self.encoder = AdventurerEncoder(dim, depth, **options)

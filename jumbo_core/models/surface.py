@@ -13,6 +13,7 @@ from timm.models._input import update_model_args, update_model_input_size
 from torch import nn
 
 from jumbo_core import checks
+from jumbo_core.dropout import Dropout
 from jumbo_core.jumbo.dropping import random_keep, take_patches
 from jumbo_core.jumbo.stack import BlockStack
 from jumbo_core.models.positions import resample_positions
@@ -64,10 +65,10 @@ class PatchModel(nn.Module):
             dynamic_img_pad=dynamic_img_pad,
         )
         self.pos_embed = nn.Parameter(torch.zeros(1, self.patch_embed.num_patches, encoder.dim))
-        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.pos_drop = Dropout(pos_drop_rate)
         self.encoder = encoder
         self._describe_features()
-        self.head_drop = nn.Dropout(drop_rate)
+        self.head_drop = Dropout(drop_rate)
         trunc_normal_(self.pos_embed, std=0.02)
         if init == "short":
             self.encoder.zero_jumbo_output()

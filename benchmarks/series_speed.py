@@ -4,8 +4,8 @@
 
 A step is forward, squared error, backward and AdamW on 32 windows of 7 channels, look-back 336, horizon 96, at
 PatchTST's two published sizes. Before anything is timed every model must give finite losses that fall. Note what
-differs beside the token: tsai's PatchTST has BatchNorm, and no dropout on a token it does not have; a Jumbo FFN has a
-weight of its own to update in every step.
+differs beside the token: tsai's PatchTST has BatchNorm and torch's dropout, ours LayerNorm and jumbo_core.dropout;
+a Jumbo FFN has weights of its own to update in every step.
 """
 
 from __future__ import annotations

@@ -77,7 +77,6 @@ def _multiply(
     scale: torch.Tensor,
     zero: torch.Tensor,
     bias: torch.Tensor | None = None,
-    *,
     x_scale: float = 1.0,
     activation: str = "none",
 ) -> torch.Tensor:
@@ -130,13 +129,13 @@ class Int8Linear(nn.Module):
         if kind != torch.int8:
             y = F.linear(x.to(kind), weight, bias).to(x.dtype)
         elif len(x) == 1:  # one row, one scale: bias and GELU are the product's own business
-            row = x.float()
-            size = float(row.abs().amax())
+            # As few steps as can be: each comes after a product that left nothing but weights in the caches.
+            row = x if x.dtype == torch.float32 else x.float()
+            size = row.abs().amax().item()
             row_scale = (1e-30 if size < 1e-30 else size) / 127  # NaN stays NaN
-            rounded, activation = (row / row_scale).round_().to(torch.int8), "gelu" if gelu else "none"
-            return _multiply(rounded, weight, scale, self._zero, bias, x_scale=row_scale, activation=activation).to(
-                x.dtype
-            )
+            rounded, activation = (row / row_scale).round_().char(), "gelu" if gelu else "none"
+            y = _multiply(rounded, weight, scale, self._zero, bias, row_scale, activation)
+            return y if x is row else y.to(x.dtype)
         else:
             rounded, row_scale = quantize_rows(x.float())
             y = _multiply(rounded, weight, scale, self._zero)
@@ -167,7 +166,7 @@ class Int8Linear(nn.Module):
 
     def _weights(self) -> tuple:
         """(what is multiplied, weights, their scales, bias), made once and again when a buffer has changed."""
-        now = tuple(stamp(tensor) for tensor in (self.weight, self.scale, self.bias))
+        now = [stamp(tensor) for tensor in self._buffers.values()]  # self.weight takes a search through the module
         if self._ready is None or self._ready[0] != now:
             with torch.inference_mode(False), torch.no_grad():
                 kind = self.kind()

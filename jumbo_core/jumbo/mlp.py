@@ -33,7 +33,12 @@ class TightMlp(Mlp):
     def _tight(self, x: torch.Tensor) -> torch.Tensor:
         if type(self.fc1) is PackedLinear and self.act.approximate == "none":
             return self.fc2(self.fc1(x, gelu=True))
-        return self.fc2(torch.ops.aten.gelu_(self.fc1(x), approximate=self.act.approximate))
+        hidden = torch.ops.aten.gelu_(self.fc1(x), approximate=self.act.approximate)
+        if type(self.fc2) is not nn.Linear or not _in_float32_on_cpu(hidden, self.fc2):
+            return self.fc2(hidden)
+        # torch's own linear layer copies the bias into every row before the product; after it, it finds rows in cache.
+        y = torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.fc2.weight.t()).add_(self.fc2.bias)
+        return y.view(*hidden.shape[:-1], -1)
 
     def _plain(self) -> bool:
         return (
@@ -54,18 +59,19 @@ class WideMlp(TightMlp):
     """
 
     def _tight(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = self.fc1.weight, self.fc2.weight
-        if (
-            x.ndim != 2
-            or len(x) not in WEIGHT_FIRST
-            or x.device.type != "cpu"
-            or not x.dtype == first.dtype == second.dtype == torch.float32
-            or not type(first) is type(second) is nn.Parameter
-            or self.fc1.bias is None
-            or self.fc2.bias is None
-            or torch.is_autocast_enabled("cpu")
-        ):
+        if x.ndim != 2 or len(x) not in WEIGHT_FIRST or not _in_float32_on_cpu(x, self.fc1, self.fc2):
             return super()._tight(x)
-        hidden = torch.addmm(self.fc1.bias[:, None], first, x.t())  # (W, B) -> (H, B)
+        hidden = torch.addmm(self.fc1.bias[:, None], self.fc1.weight, x.t())  # (W, B) -> (H, B)
         hidden = torch.ops.aten.gelu_(hidden, approximate=self.act.approximate)
-        return torch.addmm(self.fc2.bias[:, None], second, hidden).t()
+        return torch.addmm(self.fc2.bias[:, None], self.fc2.weight, hidden).t()
+
+
+def _in_float32_on_cpu(x: torch.Tensor, *layers: nn.Linear) -> bool:
+    """Whether ``x`` and the layers' ordinary weights may be multiplied by hand, with the same result."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and all(type(f.weight) is nn.Parameter and f.weight.dtype == torch.float32 for f in layers)
+        and all(f.bias is not None for f in layers)
+        and not torch.is_autocast_enabled("cpu")
+    )

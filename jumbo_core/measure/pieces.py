@@ -156,7 +156,7 @@ def registers_piece(size: str, rounds: str) -> Piece:
         "Equal width, heads and depth; the ViT is timm's own class with a class token and 16 registers. The Jumbo "
         "token stands in place of those 17 tokens. int8 and bf16 are the low-latency forms of the shared FFN.",
         f"speed vit_registers_{size} {jumbo} {jumbo}@int8 {jumbo}@bf16 --batch 1 8 32 --no-memory {rounds}",
-        "--seconds 5",
+        "--processes 3 --seconds 2",
         registers_targets(size),
     )
 
@@ -167,21 +167,22 @@ def parameters_piece(size: str) -> Piece:
         f"Jumbo-{size} against a ViT widened to its parameters",
         "Width and heads grow, depth stays, 16 registers; a closed form finds the width.",
         f"speed vit_wide_{size} jumbo_{size}_patch16_224 jumbo_{size}_patch16_224@int8 --batch 1 8 --no-memory "
-        "--seconds 30",
-        "--seconds 5",
+        "--processes 3 --seconds 10",
+        "--processes 1 --seconds 5",
         parameters_targets(size),
     )
 
 
 PIECES = (
-    registers_piece("tiny", "--seconds 30"),
-    registers_piece("small", "--seconds 60"),
+    registers_piece("tiny", "--processes 7 --seconds 8"),
+    registers_piece("small", "--processes 7 --seconds 12"),
     Piece(
         "accuracy",
         "Equal accuracy on CIFAR-10",
         "The models of benchmarks.cifar: photos of 32x32, patch 4, depth 4.",
-        f"speed {CIFAR_REGISTERS} {CIFAR_JUMBO} cifar_jumbo_64 --batch 1 32 128 --image-size 32 --no-memory",
-        "--repeats 7",
+        f"speed {CIFAR_REGISTERS} {CIFAR_JUMBO} cifar_jumbo_64 --batch 1 32 128 --image-size 32 --no-memory "
+        "--processes 7",
+        "--processes 3 --repeats 7",
         accuracy_targets,
     ),
     parameters_piece("tiny"),

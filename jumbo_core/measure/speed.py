@@ -6,6 +6,8 @@ import argparse
 import math
 import statistics
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 
@@ -38,6 +40,7 @@ def measure(
     train: bool = False,
     memory: bool = True,
     seconds: float = math.inf,
+    processes: int = 1,
 ) -> dict:
     """Time models in turns; every one passes a gate first, and nothing is timed otherwise.
 
@@ -51,7 +54,9 @@ def measure(
         device: "cpu" or "cuda". Default: CUDA where there is one.
         train: time training steps (forward, cross-entropy, backward, AdamW) in place of inference.
         memory: also measure peak memory; on the CPU that is a new process for every row, some seconds each.
-        seconds: rounds of a batch size are cut to about so many, at least 3. Default: none are cut.
+        seconds: rounds of a batch size are cut to about so many in each process, at least 3. Default: none are cut.
+        processes: with more than one (default 1), the rounds of so many new processes, one after the other, are pooled.
+            Where a process's memory comes to lie can cost or save a model a tenth of its time in all of its rounds.
 
     Returns:
         JSON-ready dict; one of "rows" per batch and model. "ms" and "times_first" have median and quartiles, the latter
@@ -71,10 +76,14 @@ def measure(
     torch.set_num_threads(threads)
     settings = dict(repeats=repeats, threads=threads, dtype=dtype, device=device, train=train)
     settings |= dict(memory=memory, seconds=seconds)
-    rows = [row for batch in batches for row in compare(contenders, checks.integer("batch", batch), **settings)]
+    batches = [checks.integer("batch", batch) for batch in batches]
+    if checks.integer("processes", processes) > 1:
+        rows = _pooled([_in_new_process(models, image_size, batches, settings, n == 0) for n in range(processes)])
+    else:
+        rows = [row for batch in batches for row in compare(contenders, batch, **settings)]
     return {
         "command": command_line(), "environment": environment(), "device": device, "dtype": dtype, "train": train,
-        "image_size": list(contenders[0].image_size), "repeats": repeats, "rows": rows,
+        "image_size": list(contenders[0].image_size), "repeats": repeats, "processes": processes, "rows": rows,
     }  # fmt: skip
 
 
@@ -104,19 +113,47 @@ def compare(
     times = take_turns(calls, rounds, warmup=1 if took < 5 else 0, device=device)  # the gate warmed up slow ones
     first, rows = times[contenders[0].text], []
     for one in contenders:
-        own = times[one.text]
-        row = describe(one, batch) | {
-            "ms": spread(own),
-            "images_per_s": round(1e3 * batch / statistics.median(own), 2),
-            "times_first": paired(first, own),
-            "rounds_ms": [round(ms, 3) for ms in own],
-        }
+        row = describe(one, batch) | timed(batch, first, times[one.text])
         if not train:
             row["distance"] = float(f"{distances[one.text]:.2g}")
         if memory:
             row["peak_MiB"] = round(peak(one, calls[one.text], batch, dtype, device, train, threads), 1)
         rows.append(row)
     return rows
+
+
+def timed(batch: int, first: list[float], own: list[float]) -> dict:
+    """What a row says of a model's rounds, in milliseconds, and of the first model's beside them."""
+    return {
+        "ms": spread(own),
+        "images_per_s": round(1e3 * batch / statistics.median(own), 2),
+        "times_first": paired(first, own),
+        "rounds_ms": [round(ms, 3) for ms in own],
+    }
+
+
+def _in_new_process(models: Sequence[str], image_size, batches: list[int], settings: dict, memory: bool) -> list[dict]:
+    """Rows of one process that has done nothing before; peak memory, a process of its own anyway, if asked for."""
+    settings = settings | {"memory": memory and settings["memory"]}
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_compare_by_name, list(models), image_size, batches, settings).result()
+
+
+def _compare_by_name(models: list[str], image_size, batches: list[int], settings: dict) -> list[dict]:
+    torch.set_num_threads(settings["threads"])
+    contenders = [contender(name, image_size) for name in models]
+    return [row for batch in batches for row in compare(contenders, batch, **settings)]
+
+
+def _pooled(runs: list[list[dict]]) -> list[dict]:
+    """Rows of several processes as one list: their rounds together, all else from the first."""
+    rounds = {}
+    for row in (row for rows in runs for row in rows):
+        rounds.setdefault((row["batch"], row["model"]), []).extend(row["rounds_ms"])
+    first = runs[0][0]["model"]
+    return [
+        row | timed(row["batch"], rounds[row["batch"], first], rounds[row["batch"], row["model"]]) for row in runs[0]
+    ]
 
 
 def describe(one: Contender, batch: int) -> dict:
@@ -195,7 +232,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image-size", type=artefacts.size, default=(224, 224), help="N or HxW (default 224)")
     parser.add_argument("--repeats", type=artefacts.at_least(2), default=15, help="timed rounds (default 15)")
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="cut rounds to about so many, at least 3 rounds"
+        "--seconds", type=float, default=math.inf, help="cut rounds to about so many a process, at least 3 rounds"
+    )
+    parser.add_argument(
+        "--processes", type=artefacts.at_least(1), default=1, help="pool the rounds of so many processes (default 1)"
     )
     parser.add_argument("--threads", type=artefacts.at_least(1), default=2, help="default 2")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the whole model (default float32)")
@@ -208,5 +248,5 @@ def result_of(options: argparse.Namespace) -> dict:
     return measure(
         options.models, batches=options.batch, image_size=options.image_size, repeats=options.repeats,
         threads=options.threads, dtype=options.dtype, device=options.device, train=options.train,
-        memory=not options.no_memory, seconds=options.seconds,
+        memory=not options.no_memory, seconds=options.seconds, processes=options.processes,
     )  # fmt: skip

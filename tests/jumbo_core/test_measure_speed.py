@@ -2,6 +2,7 @@
 
 import csv
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,19 @@ def test_speed(tmp_path, capsys):
     rows = list(csv.DictReader((tmp_path / "speed.csv").open()))
     assert [row["ms_low"] for row in rows] == [str(row["ms"]["quartiles"][0]) for row in result["rows"]]
     assert (tmp_path / "speed.png").stat().st_size > 5000
+
+
+def test_rounds_of_several_processes_are_pooled():
+    result = speed.measure([TINY, JUMBO], image_size=32, batches=(1, 2), repeats=2, processes=2, threads=1)
+    assert result["processes"] == 2
+    assert [(row["batch"], row["model"]) for row in result["rows"]] == [(b, m) for b in (1, 2) for m in (TINY, JUMBO)]
+    for row in result["rows"]:
+        assert len(row["rounds_ms"]) == 4 and row["peak_MiB"] > 0
+        low, high = row["ms"]["quartiles"]
+        assert min(row["rounds_ms"]) <= low <= high <= max(row["rounds_ms"])
+    first, second = result["rows"][2:]
+    ratios = [a / b for a, b in zip(first["rounds_ms"], second["rounds_ms"], strict=True)]
+    assert second["times_first"]["median"] == pytest.approx(statistics.median(ratios), abs=2e-3)
 
 
 def test_training_with_peak_memory():

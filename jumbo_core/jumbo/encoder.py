@@ -122,9 +122,10 @@ class JumboEncoder(BlockStack):
         (B, prefix + N, D) after the first ``stop`` blocks (default all) and the outputs of the blocks in ``collect``.
         """
         tokens, attn_mask = self.add_prefix(patches), self._attention_mask(patches, mask)
-        collected = {}
-        for i in range(len(self.blocks[:stop])):
-            tokens = self.run_block(i, tokens, attn_mask)
+        collected, blocks = {}, range(len(self.blocks[:stop]))
+        passes = self.shared_passes(len(blocks))
+        for i in blocks:
+            tokens = self.run_block(i, tokens, attn_mask, passes)
             if collect is not None and i in collect:
                 collected[i] = tokens
         return self.split(self.norm(tokens)) if collect is None else (tokens, collected)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from jumbo_core import checks
+from jumbo_core.jumbo.shared import SharedPasses
 from jumbo_core.jumbo.token import JumboFFN
 
 
@@ -91,10 +92,19 @@ class BlockStack(nn.Module):
         _, collected = self(patches, mask, collect=wanted, stop=max(wanted) + 1)
         return [self.split(self.norm(collected[i]) if norm else collected[i]) for i in wanted]
 
-    def run_block(self, index: int, tokens: torch.Tensor, context: Any) -> torch.Tensor:
+    def shared_passes(self, count: int) -> SharedPasses | None:
+        """For a forward through ``count`` blocks; None where the FFN's gradient is better left to autograd."""
+        ffn = self.jumbo_mlp if self.multiplier and self.share_jumbo_ffn else None
+        return SharedPasses(ffn, count) if SharedPasses.serve(ffn, count) else None
+
+    def run_block(
+        self, index: int, tokens: torch.Tensor, context: Any, passes: SharedPasses | None = None
+    ) -> torch.Tensor:
         """One block with its Jumbo FFN, checkpointed if that is on; ``context`` is its last argument."""
         # Its call, not the FFN itself: offloading hooks try to move every argument that has a device.
         ffn, block = self.ffn_of(index).__call__ if self.multiplier else None, self.blocks[index]
+        if passes is not None:
+            ffn = partial(ffn, passes=passes, index=index)
         if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
             return self._gradient_checkpointing_func(block.__call__, tokens, ffn, context)
         return block(tokens, ffn, context)

@@ -5,9 +5,14 @@ Source: Jumbo paper (arXiv 2502.15021), section 3, and the released code.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from jumbo_core.jumbo.mlp import WideMlp
+
+if TYPE_CHECKING:
+    from jumbo_core.jumbo.shared import SharedPasses
 
 
 def join_slices(slices: torch.Tensor) -> torch.Tensor:
@@ -41,6 +46,13 @@ class JumboFFN(WideMlp):
     def __init__(self, dim: int, multiplier: int, mlp_ratio: float = 4.0, drop: float = 0.0) -> None:
         width = dim * multiplier
         super().__init__(width, int(width * mlp_ratio), drop=drop)
+
+    def forward(self, x: torch.Tensor, passes: SharedPasses | None = None, index: int = 0) -> torch.Tensor:
+        """(B, J*D) -> (B, J*D). As pass ``index`` of ``passes``, which share a gradient of the weights."""
+        if passes is None or not torch.is_grad_enabled():
+            return super().forward(x)
+        hidden = self.norm(self.drop1(self.act(passes.linear(x, 0, index))))
+        return self.drop2(passes.linear(hidden, 1, index))
 
     def _load_from_state_dict(self, state_dict, prefix, *others) -> None:
         """As any module, but int8 weights are refused."""

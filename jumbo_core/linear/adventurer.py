@@ -249,12 +249,13 @@ class AdventurerEncoder(BlockStack):
             patches = _take(patches.masked_fill(~mask[..., None], 0), padding.order)
         tokens = torch.cat([patches, self.global_token(patches)], dim=1)
         reverse = self._reversal if padding is None else lambda _: padding.flip
-        collected, reversed_now = {}, False
-        for i in range(len(self.blocks[:stop])):
+        collected, reversed_now, blocks = {}, False, range(len(self.blocks[:stop]))
+        passes = self.shared_passes(len(blocks))
+        for i in blocks:
             # Tokens stay as the last block left them: one reversal where the direction changes, not two per block.
             if reversed_now != (i in self.flipped):
                 tokens, reversed_now = _take(tokens, reverse(tokens)), not reversed_now
-            tokens = self.run_block(i, tokens, padding)
+            tokens = self.run_block(i, tokens, padding, passes)
             if collect is not None and i in collect:
                 collected[i] = self._in_order(tokens, reverse(tokens) if reversed_now else None, padding)
         tokens = self._in_order(tokens, reverse(tokens) if reversed_now else None, padding)

@@ -56,7 +56,8 @@ def mixer_multiply_adds(mixer: Mamba2Mixer, length: int) -> int:
 
     With inner width E, N states, H heads and chunks of q steps: the projections ``L D (3 E + 2 N + H)``, the
     convolution of kernel k ``(L + k - 1) k (E + 2 N)`` (its end pads are computed and cut off), and the scan
-    ``2 L E N`` for states and what they carry over, ``q^2 (N + E)`` per chunk for what happens inside it.
+    ``2 L E N`` for states and what they carry over, ``q^2 (N + E)`` per chunk for what happens inside it. Chunks are
+    those of training; at inference on a CPU they are twice as long: 2 % more for a block of width 512.
     """
     e, n = mixer.inner, mixer.d_state
     size = chunk_for((1, length)) if mixer.chunk_size == "auto" else mixer.chunk_size

@@ -45,7 +45,12 @@ PRESETS = {
     # What the linear student is for: in place of a ViT-B, at the sizes of dense prediction. Scores as a tensor take
     # 3 GiB a block with 8,192 tokens, and their softmax as much.
     "vit_b": Preset(
-        ("vit_b", "vit_b@materialised", "jumbo_adventurer_small_patch16_224"),
+        (
+            "vit_b",
+            "vit_b@materialised",
+            "jumbo_adventurer_small_patch16_224",
+            "jumbo_adventurer_small_patch16_224@int8",
+        ),
         ((512, 512), (512, 1024), (1024, 1024), (1024, 2048)),
         {"vit_b@materialised": 2048},
     ),

@@ -149,7 +149,7 @@ def frame(rows=400):
     )
 
 
-TINY = [*SMALL, *"--horizon 6 --look-back 24 --patch-len 4 --pretrain-epochs 2 --finetune-epochs 4 --lr 0.01".split()]
+TINY = [*SMALL, *"--horizon 6 --look-back 24 --patch-len 4 --pretrain-epochs 8 --finetune-epochs 4 --lr 0.01".split()]
 
 
 def test_pretrain_then_finetune(pretrain, tmp_path, capsys):

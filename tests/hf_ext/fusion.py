@@ -11,22 +11,27 @@ from transformers import (
     CLIPVisionConfig,
     CLIPVisionModel,
     DeiTConfig,
+    DeiTForImageClassification,
+    DeiTForImageClassificationWithTeacher,
     DeiTModel,
     Dinov2Config,
+    Dinov2ForImageClassification,
     Dinov2Model,
     Dinov2WithRegistersConfig,
+    Dinov2WithRegistersForImageClassification,
     Dinov2WithRegistersModel,
     DINOv3ViTConfig,
     DINOv3ViTModel,
     PreTrainedConfig,
     PreTrainedModel,
     ViTConfig,
+    ViTForImageClassification,
     ViTMAEConfig,
     ViTMAEModel,
     ViTModel,
 )
 
-from hf_ext import JumboConfig, JumboModel
+from hf_ext import JumboConfig, JumboForImageClassification, JumboModel
 from jumbo_core.tofu import FusionPlan, fuse, match
 
 PLAN = FusionPlan(("prune", "average", "mlerp"), (3, 2, 4))
@@ -80,6 +85,15 @@ JUMBO = {
         JumboModel, JumboConfig, 4, dict(multiplier=2, registers=2, layer_scale=0.1, intermediate_size=None)
     ),
 }
+TOWERS = {name: family for name, family in {**FAMILIES, **JUMBO}.items() if name != "dinov2 swiglu"}
+HEADS = {
+    "vit": ViTForImageClassification,
+    "deit": DeiTForImageClassification,
+    "deit teacher": DeiTForImageClassificationWithTeacher,
+    "dinov2": Dinov2ForImageClassification,
+    "dinov2 registers": Dinov2WithRegistersForImageClassification,
+    "jumbo": JumboForImageClassification,
+}
 
 
 def clip(cls: type[PreTrainedModel], attention: str = "sdpa", **options) -> PreTrainedModel:
@@ -88,6 +102,10 @@ def clip(cls: type[PreTrainedModel], attention: str = "sdpa", **options) -> PreT
     text = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=20)
     config = CLIPConfig(vision_config=vision, text_config=text, projection_dim=8, **options)
     return randomised(cls._from_config(config, attn_implementation=attention)).eval()
+
+
+def classifier(name: str, attention: str = "sdpa", **options):
+    return TOWERS[name.removesuffix(" teacher")].make(HEADS[name], attention, num_labels=5, **options)
 
 
 def randomised(model: nn.Module) -> nn.Module:
@@ -103,6 +121,11 @@ def inputs(model: PreTrainedModel, batch: int = 2) -> dict[str, torch.Tensor]:
     side = 64 if isinstance(model.config, ViTMAEConfig) else 32
     images = {"pixel_values": torch.randn(batch, 3, side, side)}
     return images | ({"noise": torch.rand(batch, 64)} if side == 64 else {})
+
+
+def last(model, given) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**given).last_hidden_state
 
 
 def embedded(model: PreTrainedModel, given: dict) -> torch.Tensor:

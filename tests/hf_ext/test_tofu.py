@@ -1,7 +1,6 @@
-"""Token fusion in Transformers models: what fuses where, prefix tokens, dense outputs, training, removal, refusals."""
+"""Token fusion in Transformers models: what fuses where, prefix tokens, classifiers, removal without a trace."""
 
 import copy
-import inspect
 import pickle
 
 import pytest
@@ -9,64 +8,27 @@ import torch
 
 pytest.importorskip("transformers")
 from timm.models.vision_transformer import VisionTransformer
-from transformers import (
-    AttentionInterface,
-    CLIPForImageClassification,
-    CLIPModel,
-    CLIPVisionModelWithProjection,
-    DeiTForImageClassification,
-    DeiTForImageClassificationWithTeacher,
-    DeiTForMaskedImageModeling,
-    Dinov2Backbone,
-    Dinov2Config,
-    Dinov2ForImageClassification,
-    Dinov2WithRegistersBackbone,
-    Dinov2WithRegistersForImageClassification,
-    DINOv3ViTBackbone,
-    SwinConfig,
-    SwinModel,
-    Trainer,
-    TrainingArguments,
-    UperNetConfig,
-    UperNetForSemanticSegmentation,
-    ViTForImageClassification,
-    ViTForMaskedImageModeling,
-    ViTMAEForPreTraining,
-)
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import CLIPForImageClassification, CLIPModel, CLIPVisionModelWithProjection, ViTForImageClassification
 
 import hf_ext
 import jumbo_core.tofu
-from hf_ext import JumboBackbone, JumboForImageClassification, apply_tofu, remove_tofu
+from hf_ext import apply_tofu, remove_tofu
 from jumbo_core.models import JumboViT
-from jumbo_core.tofu import FusionPlan, is_fused, linearity_profile, unmerge
+from jumbo_core.tofu import FusionPlan, is_fused
 from tests.conftest import max_error
-from tests.hf_ext.fusion import ATTENTION, FAMILIES, JUMBO, PLAN, SIZES, clip, inputs, randomised, written_out
-
-TOWERS = {name: family for name, family in {**FAMILIES, **JUMBO}.items() if name != "dinov2 swiglu"}
-BACKBONES = {  # with the families whose encoder they have
-    "dinov2": Dinov2Backbone,
-    "dinov2 registers": Dinov2WithRegistersBackbone,
-    "dinov3": DINOv3ViTBackbone,
-    "jumbo": JumboBackbone,
-}
-HEADS = {
-    "vit": ViTForImageClassification,
-    "deit": DeiTForImageClassification,
-    "deit teacher": DeiTForImageClassificationWithTeacher,
-    "dinov2": Dinov2ForImageClassification,
-    "dinov2 registers": Dinov2WithRegistersForImageClassification,
-    "jumbo": JumboForImageClassification,
-}
-
-
-def classifier(name: str, attention: str = "sdpa", **options):
-    return TOWERS[name.removesuffix(" teacher")].make(HEADS[name], attention, num_labels=5, **options)
-
-
-def last(model, given) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**given).last_hidden_state
+from tests.hf_ext.fusion import (
+    ATTENTION,
+    FAMILIES,
+    HEADS,
+    JUMBO,
+    PLAN,
+    TOWERS,
+    classifier,
+    clip,
+    inputs,
+    last,
+    written_out,
+)
 
 
 def test_one_function():
@@ -180,114 +142,6 @@ def test_prefix_tokens_stay_alone(name, attention):
     assert not sources[:, :prefix, prefix:].any() and not sources[:, prefix:, :prefix].any()
 
 
-@pytest.mark.parametrize("name", TOWERS)
-@pytest.mark.parametrize("attention", ATTENTION)
-def test_hidden_states_hold_every_position(name, attention):
-    family = TOWERS[name]
-    model = family.make(attention=attention)
-    given, total = inputs(model), family.prefix + 16
-    with torch.no_grad():
-        plain = model(**given, output_hidden_states=True)
-        handle = apply_tofu(model, PLAN)
-        short = last(model, given)
-        everywhere = unmerge(short, handle.place())
-        fused = model(**given, output_hidden_states=True)
-        assert short.shape == (2, total - 9, 32)
-        assert [state.shape for state in fused.hidden_states] == [(2, total, 32)] * 4
-        assert torch.equal(fused.hidden_states[0], plain.hidden_states[0])
-        assert max_error(fused.last_hidden_state, everywhere) < 1e-6
-        kept = [state[0].unique(dim=0).shape[0] for state in fused.hidden_states]
-        assert kept == [total, total - 3, total - 5, total - 9]
-        model.config.output_hidden_states = True
-        assert model(**given).last_hidden_state.shape == (2, total, 32)
-        model.config.output_hidden_states = False
-        assert torch.equal(last(model, given), short)
-        if name in FAMILIES:  # the host can be asked for one of them
-            chosen = model(**given, output_hidden_states=[-2]).hidden_states
-            assert torch.equal(chosen[2], fused.hidden_states[2]) and chosen[1] is None
-
-
-@pytest.mark.parametrize("name", BACKBONES)
-@pytest.mark.parametrize("attention", ATTENTION)
-def test_feature_maps_are_the_full_grid(name, attention):
-    family = TOWERS[name]
-    stages = ["stem", "stage1", "stage2", "stage3"]
-    model = family.make(BACKBONES[name], attention, out_features=stages)
-    tower = family.make(attention=attention, out_features=stages)
-    encoder = model.base_model if name == "jumbo" else model
-    tower.load_state_dict(encoder.state_dict())
-    image = torch.randn(2, 3, 32, 64)  # not square; the encoders take other sizes than they are made for
-    plain = model(image).feature_maps
-    with torch.no_grad():
-        apply_tofu(model, FusionPlan(("prune",) * 3, (0, 0, 5)))
-        maps = model(image).feature_maps
-        assert all(torch.equal(maps[i], plain[i]) for i in range(3)) and not torch.equal(maps[3], plain[3])
-        remove_tofu(model)
-        apply_tofu(model, PLAN)
-        maps = model(image).feature_maps
-        assert [m.shape for m in maps] == [(2, 32, 4, 8)] * 4
-        handle = apply_tofu(tower, PLAN)
-        tokens = last(tower, {"pixel_values": image})
-        assert tokens.shape[1] == family.prefix + 32 - 9
-        expected = unmerge(tokens, handle.place())[:, family.prefix :].transpose(1, 2).unflatten(2, (4, 8))
-        assert max_error(maps[3], expected) < 1e-5
-        remove_tofu(model)
-        assert all(torch.equal(a, b) for a, b in zip(model(image).feature_maps, plain, strict=True))
-
-
-def test_segmentation_head_on_a_fused_backbone():
-    backbone = Dinov2Config(
-        **SIZES, mlp_ratio=2, reshape_hidden_states=True, out_features=["stage1", "stage2", "stage3"]
-    )
-    config = UperNetConfig(
-        backbone_config=backbone, hidden_size=16, num_labels=3, use_auxiliary_head=False, pool_scales=[1, 2]
-    )
-    model = randomised(UperNetForSemanticSegmentation(config)).eval()
-    image = torch.randn(2, 3, 32, 32)
-    with torch.no_grad():
-        plain = model(image).logits
-        handle = apply_tofu(model, PLAN)
-        fused = model(image).logits
-    assert fused.shape == plain.shape == (2, 3, 32, 32) and not torch.equal(fused, plain)
-    assert handle.sizes().shape == (2, 8, 1)
-
-
-def test_mae_decoder_gets_every_visible_position():
-    family = FAMILIES["mae"]
-    model = family.make(ViTMAEForPreTraining)
-    given, signature = inputs(model), inspect.signature(model.forward)
-    with torch.no_grad():
-        plain = model(**given)
-        handle = apply_tofu(model, PLAN, proportional=True)
-        assert inspect.signature(model.forward) == signature  # Trainer reads from it which columns to keep
-        assert handle.report().num_patches == 16  # of 64, three quarters are masked
-        fused = model(**given)
-        latent = model.vit(**given)
-        assert latent.last_hidden_state.shape == (2, 8, 32)
-        everywhere = unmerge(latent.last_hidden_state, handle.place())
-        expected = model.decoder(everywhere, latent.ids_restore).logits
-    assert fused.logits.shape == plain.logits.shape == (2, 64, 192)
-    assert max_error(fused.logits, expected) < 1e-5 and max_error(fused.logits, plain.logits) > 1e-3
-    assert torch.equal(fused.mask, plain.mask) and fused.loss.isfinite()
-
-
-@pytest.mark.parametrize(
-    "name, cls", [("vit", ViTForMaskedImageModeling), ("deit", DeiTForMaskedImageModeling)], ids=["vit", "deit"]
-)
-def test_masked_image_modeling_reads_a_grid(name, cls):
-    family = FAMILIES[name]
-    model = family.make(cls)
-    image = torch.randn(2, 3, 32, 32)
-    hidden = torch.rand(2, 16) < 0.5
-    with torch.no_grad():
-        handle = apply_tofu(model, PLAN)
-        out = model(image, bool_masked_pos=hidden)
-        tokens = model.base_model(image, bool_masked_pos=hidden).last_hidden_state
-        grid = unmerge(tokens, handle.place())[:, family.prefix :].transpose(1, 2).unflatten(2, (4, 4))
-        assert out.reconstruction.shape == (2, 3, 32, 32) and out.loss.isfinite()
-        assert max_error(out.reconstruction, model.decoder(grid)) < 1e-5
-
-
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_classifiers_and_what_leaves_no_trace(name, attention):
@@ -331,225 +185,3 @@ def test_clip(cls, attention):
             assert torch.equal(fused.text_embeds, plain.text_embeds)
         handle.remove()
         assert torch.equal(model(**given)[0], plain[0])
-
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_attentions_are_those_that_were_computed(name):
-    family = TOWERS[name]
-    model = family.make(attention="eager")
-    apply_tofu(model, PLAN, proportional=True)
-    total = family.prefix + 16
-    attentions = model(**inputs(model), output_attentions=True).attentions
-    assert [a.shape for a in attentions] == [(2, 2, n, n) for n in (total, total - 3, total - 5)]
-    assert all(max_error(a.sum(-1), torch.ones_like(a[..., 0])) < 1e-5 for a in attentions)
-
-
-@pytest.mark.parametrize("name", ["vit", "deit", "dinov2", "dinov2 registers", "mae"])
-@pytest.mark.parametrize("attention", ATTENTION)
-def test_masks_are_refused(name, attention):
-    family = FAMILIES[name]
-    model = family.make(attention=attention)
-    given = inputs(model)
-    mask = torch.ones(2, family.prefix + 16, dtype=torch.long)
-    mask[0, -1] = 0
-    plain = model(**given, attention_mask=mask).last_hidden_state
-    apply_tofu(model, PLAN)
-    with pytest.raises(ValueError, match="a fused model takes no attention mask, for its tokens leave their places"):
-        model(**given, attention_mask=mask)
-    with pytest.raises(ValueError, match="takes no attention mask"):
-        model(**given, head_mask=torch.ones(3, 2))
-    remove_tofu(model)
-    assert torch.equal(model(**given, attention_mask=mask).last_hidden_state, plain)
-
-
-def test_jumbo_masks_are_refused():
-    model = JUMBO["jumbo"].make()
-    apply_tofu(model, PLAN)
-    with pytest.raises(ValueError, match="takes no padding mask"):
-        model(torch.randn(2, 3, 32, 32), pixel_mask=torch.ones(2, 32, 32))
-
-
-@pytest.mark.parametrize("name", ["vit", "jumbo"])
-def test_other_implementations(name):
-    model = TOWERS[name].make()
-    given = inputs(model)
-    handle = apply_tofu(model, PLAN)
-    plain = last(model, given)
-    AttentionInterface.register("of_the_user", sdpa_attention_forward)
-    model.set_attn_implementation("of_the_user")
-    assert torch.equal(last(model, given), plain)
-    handle.remove()
-    message = "log sizes to the attention scores, which 'of_the_user' does not take: use 'eager' or 'sdpa'"
-    with pytest.raises(ValueError, match=message):
-        apply_tofu(model, PLAN, proportional=True)
-    assert not is_fused(model)
-    model.set_attn_implementation("eager")
-    apply_tofu(model, PLAN, proportional=True)
-    eager = last(model, given)
-    model.set_attn_implementation("sdpa")
-    assert max_error(last(model, given), eager) < 1e-5
-    model.set_attn_implementation("of_the_user")
-    with pytest.raises(ValueError, match=message):
-        model(**given)
-
-
-def test_flex_attention():
-    model = FAMILIES["dinov3"].make()
-    apply_tofu(model, PLAN)
-    model.set_attn_implementation("flex_attention")
-    with pytest.raises(ValueError, match="'flex_attention' wants a mask of the first layer's size: use 'sdpa' or 'ea"):
-        last(model, inputs(model))
-
-
-def test_rotary_keys_are_not_attention():
-    model = FAMILIES["dinov3"].make()
-    for options in ({"importance": "attention"}, {"weights": "importance"}):
-        with pytest.raises(ValueError, match="importance by attention is not available for DINOv3"):
-            apply_tofu(model, PLAN, **options)
-    assert not is_fused(model)
-
-
-@pytest.mark.parametrize("name", ["vit", "dinov2 registers", "dinov3", "clip", "jumbo"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(name, reentrant):
-    family = TOWERS[name]
-    still = {"jumbo": {"drop_path_rate": 0.0}, "dinov3": {"pos_embed_rescale": None}}  # no chance in training
-    model = family.make(**still.get(name, {}))
-    given, runs = inputs(model), []
-    apply_tofu(model, PLAN, proportional=True)
-    model.train()
-    layer = model.vit.blocks[2] if name == "jumbo" else model.get_submodule(_layer(name, 2))
-    layer.mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    parameters = [p for p in model.parameters() if p.requires_grad]
-
-    def gradients():
-        runs.clear()
-        return torch.autograd.grad(model(**given).last_hidden_state.square().sum(), parameters, allow_unused=True)
-
-    plain = gradients()
-    assert len(runs) == 1 and sum(g is not None and g.abs().sum() > 0 for g in plain) > 20
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:  # it wants an input that asks for gradients, and backward()
-        model.enable_input_require_grads()
-        runs.clear()
-        model(**given).last_hidden_state.square().sum().backward()
-        again = [p.grad for p in parameters]
-    else:
-        again = gradients()
-    assert len(runs) == 2  # the MLP ran again in backward
-    for a, b in zip(plain, again, strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or max_error(a, b) < 1e-5 * max(1, a.abs().max().item())
-    model.eval()
-    assert torch.equal(last(model, given), last(model, given))
-
-
-def _layer(name: str, i: int) -> str:
-    return {"vit": "layers", "clip": "encoder.layers", "dinov3": "model.layer"}.get(name, "encoder.layer") + f".{i}"
-
-
-@pytest.mark.parametrize("name", ["vit", "jumbo"])
-def test_trainer(name, tmp_path):
-    """Trainer finds the inputs, trains through fusion and checkpointing, and saves the plan with the weights."""
-    model = classifier(name)
-    apply_tofu(model, PLAN, proportional=True)
-    # Four pictures to learn by heart; the column that no model takes must go, the others stay.
-    rows = [{"pixel_values": torch.randn(3, 32, 32), "labels": i, "file": torch.tensor(i)} for i in range(4)]
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path),
-        max_steps=12,
-        per_device_train_batch_size=4,
-        learning_rate=1e-2,
-        logging_steps=4,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        gradient_checkpointing=True,
-    )
-    trainer = Trainer(model, arguments, train_dataset=rows)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert losses[-1] < losses[0] / 2, losses
-    trainer.save_model()
-    loaded = HEADS[name].from_pretrained(tmp_path)
-    images = torch.stack([row["pixel_values"] for row in rows])
-    model.eval()
-    assert is_fused(loaded) and torch.equal(loaded(images).logits, model(images).logits)
-    assert loaded(images).logits.argmax(-1).tolist() == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("name", ["vit", "dinov3", "jumbo"])
-def test_half_precision(name):
-    model = TOWERS[name].make()
-    given = inputs(model)
-    apply_tofu(model, PLAN, proportional=True)
-    reference = last(model, given)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert max_error(last(model, given).float(), reference) < 0.5  # other tokens may be chosen
-    assert last(model.bfloat16(), {"pixel_values": given["pixel_values"].bfloat16()}).dtype == torch.bfloat16
-
-
-def test_export():
-    model = FAMILIES["vit"].make()
-    given = inputs(model)
-    apply_tofu(model, PLAN, proportional=True)
-    expected = last(model, given)
-    with torch.no_grad():
-        exported = torch.export.export(model, (), given).module()
-        assert max_error(exported(**given).last_hidden_state, expected) < 1e-5
-        with pytest.raises(ValueError, match="takes no attention mask"):
-            torch.export.export(model, (), {**given, "attention_mask": torch.ones(2, 17)})
-
-
-@pytest.mark.parametrize("name", ["vit", "deit", "dinov2 registers", "jumbo"])
-def test_linearity_profile(name):
-    model = classifier(name)
-    profile = linearity_profile(model, [torch.randn(2, 3, 32, 32)])
-    assert profile.num_patches == 16 and len(profile.linearity) == 3
-    assert all(0 < value <= 1 for value in profile.linearity)
-    assert apply_tofu(model, FusionPlan.from_profile(profile, 0.3)).report().saved > 0.1
-
-
-def test_accelerate_has_spread_the_model():
-    from accelerate import dispatch_model
-
-    model = FAMILIES["vit"].make()
-    dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
-    with pytest.raises(ValueError, match="accelerate has spread this model over devices"):
-        apply_tofu(model, PLAN)
-    assert not is_fused(model)
-
-
-@pytest.mark.parametrize("bad", ["swin", "text", "overridden"])
-def test_unsupported(bad):
-    if bad == "swin":
-        model = SwinModel(
-            SwinConfig(image_size=32, patch_size=4, embed_dim=8, depths=[1], num_heads=[2], window_size=4)
-        )
-    elif bad == "text":
-        model = clip(CLIPModel).text_model
-    else:
-
-        class Layer(type(FAMILIES["vit"].make().layers[0])):
-            def forward(self, hidden_states, attention_mask=None, **kwargs):
-                return hidden_states
-
-        model = FAMILIES["vit"].make()
-        model.layers[1].__class__ = Layer
-    with pytest.raises(TypeError) as error:
-        apply_tofu(model, PLAN)
-    message = str(error.value)
-    assert message.startswith(f"token fusion does not know {type(model).__name__}; supported: ")
-    for name in ("ViT, DeiT, DINOv2, DINOv2 with registers, DINOv3 ViT, CLIP vision and ViTMAE", "JumboModel", "timm"):
-        assert name in message
-
-
-@pytest.mark.parametrize("name", TOWERS)
-def test_errors_leave_the_model_alone(name):
-    model = TOWERS[name].make()
-    with pytest.raises(ValueError, match="the plan is for 4 blocks, the model has 3"):
-        apply_tofu(model, FusionPlan.paper(4, 1))
-    with pytest.raises(ValueError, match="block 0 is to remove 9 tokens, but of 16 patches at most 8"):
-        apply_tofu(model, FusionPlan.paper(3, 9))
-    assert not is_fused(model) and getattr(model.config, "tofu", None) is None

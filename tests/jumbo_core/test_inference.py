@@ -1,52 +1,22 @@
-"""optimize_for_inference: answers, saving and loading, what it refuses, compilers and exporters."""
+"""optimize_for_inference: answers, report, what it refuses, compilers, exporters, token fusion."""
 
 import copy
-import io
-import pickle
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import timm
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import jumbo_core
 from jumbo_core import inference_report, optimize_for_inference
-from jumbo_core.jumbo import JumboEncoder, lowlatency
-from jumbo_core.jumbo.lowlatency import Int8Linear, LowLatencyFFN, int8_kernel, quantize_rows
+from jumbo_core.jumbo import JumboEncoder
+from jumbo_core.jumbo.lowlatency import LowLatencyFFN, int8_kernel
 from jumbo_core.models import JumboViT
 from jumbo_core.models.series import JumboSeries
 from jumbo_core.tofu import FusionPlan, apply_tofu
 from tests.conftest import max_error
-
-# Relative error of logits, the Jumbo FFN's weights and inputs being rounded to 8 bits each, or to bfloat16.
-TOLERANCE = {"int8": 0.06, "bfloat16": 0.03}
-needs_int8 = pytest.mark.skipif(not int8_kernel(), reason="this processor has no exact int8 products")
-
-
-def trained(name: str = "test_jumbo", **options) -> nn.Module:
-    """A model with weights away from their start, so that the Jumbo FFN matters."""
-    model = timm.create_model(name, **{"num_classes": 5, "init": "short", **options})
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return model.eval()
-
-
-def images(batch: int = 3) -> torch.Tensor:
-    return torch.randn(batch, 3, 32, 32)
-
-
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-def optimised(model: nn.Module, dtype: str = "int8") -> nn.Module:
-    return optimize_for_inference(copy.deepcopy(model), dtype=dtype)
+from tests.jumbo_core.inference_models import TOLERANCE, images, optimised, relative, trained
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
@@ -175,212 +145,6 @@ def test_forward_mode_is_refused(dtype):
             assert torch.isfinite(ffn(x)).all()  # nothing is followed
             with pytest.raises(RuntimeError, match="asked for gradients"):
                 ffn(forward_ad.make_dual(x, x))
-
-
-# --- state ---
-
-
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_state_dict_loads_into_an_optimised_model(dtype, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    model, x = trained(), images()
-    fast = optimised(model, dtype)
-    save_file(fast.state_dict(), tmp_path / "model.safetensors")
-    fresh = optimised(trained(), dtype)
-    with torch.inference_mode():
-        fresh(x)  # what was made ready of the old weights must not stay
-        fresh.load_state_dict(load_file(tmp_path / "model.safetensors"))
-        assert torch.equal(fresh(x), fast(x))
-        from_float = optimised(trained(), dtype)
-        from_float.load_state_dict(model.state_dict())
-        assert torch.equal(from_float(x), fast(x))
-
-
-def test_state_has_int8_weights():
-    state = optimised(trained()).state_dict()
-    assert state["encoder.jumbo_mlp.fc1.weight"].dtype == torch.int8
-    assert state["encoder.jumbo_mlp.fc1.scale"].shape == state["encoder.jumbo_mlp.fc1.bias"].shape
-
-
-def test_int8_state_is_refused_by_a_model_as_trained():
-    with pytest.raises(ValueError, match="optimize_for_inference"):
-        trained().load_state_dict(optimised(trained()).state_dict())
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_int8_state_is_refused_by_a_model_in_bfloat16(strict):
-    model, state = optimised(trained(), "bfloat16"), optimised(trained()).state_dict()
-    with pytest.raises(ValueError, match=r"encoder.jumbo_mlp.fc1.weight is int8.*optimize_for_inference"):
-        model.load_state_dict(state, strict=strict)
-
-
-def test_a_state_of_another_shape_or_without_scale_is_refused():
-    model = optimised(trained())
-    state = model.state_dict()
-    del state["encoder.jumbo_mlp.fc1.scale"]
-    with pytest.raises(RuntimeError, match=r"Missing key.*fc1.scale"):
-        model.load_state_dict(state)
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        model.load_state_dict({**model.state_dict(), "encoder.jumbo_mlp.fc1.weight": torch.zeros(3, 3)})
-
-
-def test_load_released_reports_a_float_file_as_complete(tmp_path):
-    from jumbo_core.models.released import load_released
-
-    model = trained()
-    report = load_released(fast := optimised(trained()), model.state_dict())
-    assert report.missing == report.unexpected == []
-    with torch.inference_mode():
-        assert torch.equal(fast(x := images()), optimised(model)(x))
-
-
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_copies_pickles_and_written_buffers(dtype):
-    fast, x = optimised(trained(), dtype), images()
-    with torch.inference_mode():
-        expected = fast(x)
-        assert torch.equal(copy.deepcopy(fast)(x), expected)
-        assert torch.equal(pickle.loads(pickle.dumps(fast))(x), expected)
-        file = io.BytesIO()
-        torch.save(fast, file)
-        assert torch.equal(torch.load(io.BytesIO(file.getvalue()), weights_only=False)(x), expected)
-    with torch.no_grad():
-        fast.encoder.jumbo_mlp.fc2.weight.zero_()  # in place, after it was made ready
-        assert max_error(fast(x), expected) > 1e-3
-
-
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
-def test_optimised_inside_inference_mode(dtype):
-    model, x = trained(), images()
-    with torch.inference_mode():
-        fast = optimised(model, dtype)
-        first = fast(x)
-        fast.load_state_dict(optimised(trained(), dtype).state_dict())
-        assert max_error(fast(x), first) > 1e-3
-    assert torch.isfinite(fast(x)).all()
-
-
-@pytest.mark.parametrize("kind", [torch.int8, torch.float32])
-def test_weights_made_in_inference_mode_change_unseen_and_are_followed(kind, monkeypatch):
-    if kind != torch.int8 or not int8_kernel():
-        monkeypatch.setattr(Int8Linear, "kind", lambda self: torch.float32)
-    layer, x = Int8Linear.of(nn.Linear(96, 40)), torch.randn(3, 96)
-    with torch.inference_mode():
-        layer.weight = layer.weight.clone()
-        assert layer.weight.is_inference() and max_error(layer(x), layer.bias.expand(3, -1)) > 0.1
-        layer.weight.zero_()
-        assert max_error(layer(x), layer.bias.expand(3, -1)) == 0
-
-
-def test_half_precision_models_and_moves():
-    model, x = trained(), images()
-    with torch.inference_mode():
-        expected = model(x)
-        half = optimised(model).bfloat16()
-        assert half(x.bfloat16()).dtype == torch.bfloat16 and relative(half(x.bfloat16()).float(), expected) < 0.1
-        assert half.encoder.jumbo_mlp.fc1.weight.dtype == torch.int8
-        assert relative(optimised(model).to("cpu", torch.float64)(x.double()).float(), expected) < TOLERANCE["int8"]
-        with torch.autocast("cpu", torch.bfloat16):
-            assert relative(optimised(model)(x).float(), expected) < 0.1
-    meta = optimised(model).to("meta")
-    assert meta(images().to("meta")).shape == (3, 5)
-
-
-# --- how it is computed ---
-
-
-def test_rows_are_rounded_to_half_a_step():
-    x = torch.randn(4, 300) * torch.tensor([[1e-3], [1.0], [1e4], [0.0]])
-    rounded, scale = quantize_rows(x)
-    assert rounded.dtype == torch.int8 and rounded.abs().amax(1).tolist() == [127, 127, 127, 0]
-    assert ((rounded * scale - x).abs() <= 0.5001 * scale).all()
-
-
-@needs_int8
-def test_products_are_those_of_the_rounded_numbers():
-    layer, x = Int8Linear.of(nn.Linear(96, 40)), torch.randn(5, 96)
-    rounded, scale = quantize_rows(x)
-    exact = (rounded * scale).double() @ (layer.weight.double() * layer.scale.double()[:, None]).t() + layer.bias
-    assert max_error(layer(x).double(), exact) < 1e-5
-
-
-@contextmanager
-def defaulting_to(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@needs_int8
-@pytest.mark.parametrize(
-    "state",
-    [
-        lambda: defaulting_to(torch.bfloat16),
-        lambda: defaulting_to(torch.float16),
-        lambda: defaulting_to(torch.float64),
-        lambda: torch.autocast("cpu", torch.bfloat16),
-        lambda: torch.device("meta"),
-        FakeTensorMode,
-        torch.inference_mode,
-    ],
-    ids=["bfloat16", "float16", "float64", "autocast", "meta", "fake", "inference"],
-)
-def test_the_processor_is_judged_whatever_state_the_first_call_finds(state):
-    lowlatency._multiplies_exactly.cache_clear()
-    with state():
-        assert int8_kernel()
-    lowlatency._multiplies_exactly.cache_clear()
-    with state(), torch.no_grad():
-        torch.func.vmap(lambda x: x if int8_kernel() else None)(torch.ones(2))
-    assert int8_kernel()
-
-
-@needs_int8
-def test_all_that_is_multiplied_lies_beside_the_weights():
-    layer = Int8Linear.of(nn.Linear(64, 32))
-    with torch.inference_mode(), torch.device("meta"):
-        layer(torch.randn(3, 64, device="cpu"))
-    assert layer._zero.device == layer.weight.device
-
-
-@needs_int8
-def test_a_sample_does_not_depend_on_its_batch():
-    fast, x = optimised(trained()), images(8)
-    x[1:] *= 30
-    with torch.inference_mode():
-        assert max_error(fast(x)[:1], fast(x[:1])) < 1e-5
-
-
-def test_without_int8_products_the_weights_are_expanded(monkeypatch):
-    model, x = trained(), images()
-    monkeypatch.setattr(lowlatency, "int8_kernel", lambda: False)
-    with pytest.warns(UserWarning, match="no exact int8 products"):
-        fast = optimised(model)
-    assert inference_report(fast)[0].computes == "float32"
-    with torch.inference_mode():
-        assert 0 < relative(fast(x), model(x)) < TOLERANCE["int8"] / 2  # inputs are not rounded
-
-
-def test_bfloat16_expansion_of_a_gpu(monkeypatch):
-    model, x = trained(), images()
-    monkeypatch.setattr(Int8Linear, "kind", lambda self: torch.bfloat16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fast = optimised(model)
-    with torch.inference_mode():
-        assert fast(x).dtype == torch.float32 and 0 < relative(fast(x), model(x)) < TOLERANCE["int8"]
-
-
-def test_nan_stays_visible():
-    fast, x = optimised(trained()), images()
-    x[0, 0, 0, 0] = float("nan")
-    with torch.inference_mode():
-        y = fast(x)
-    assert y[0].isnan().all() and y[1:].isfinite().all()
 
 
 # --- compilers, exporters, fusion, counting ---

@@ -1,40 +1,17 @@
-"""apply_tofu: what fuses where, protected tokens, training, checkpointing, precision, deployment, refusals."""
+"""apply_tofu: what fuses where, protected tokens, weights, importance, reports, timm's families."""
 
 import copy
 
 import pytest
 import timm
 import torch
-from timm.layers import set_reentrant_ckpt
-from timm.models.vision_transformer import VisionTransformer
-from torch import nn
 
 from jumbo_core.jumbo import JumboEncoder
 from jumbo_core.measure import encoder_multiply_adds
 from jumbo_core.models import JumboViT
 from jumbo_core.tofu import FusionPlan, apply_tofu, fuse, match, unmerge
 from tests.conftest import max_error
-
-PLAN = FusionPlan(("prune", "average", "mlerp"), (3, 2, 4))
-
-
-SIZES = {"embed_dim": 32, "depth": 3, "num_heads": 2, "num_classes": 5}
-
-
-def timm_vit(**options) -> VisionTransformer:
-    return VisionTransformer(**{"img_size": 32, "patch_size": 8, **SIZES, **options}).eval()
-
-
-def jumbo_vit(**options) -> JumboViT:
-    model = JumboViT(32, 8, **{"multiplier": 3, **SIZES, **options}).eval()
-    nn.init.normal_(model.head.weight, std=0.1)  # released: zero, and nothing could go wrong in the logits
-    return model
-
-
-@pytest.fixture
-def image() -> torch.Tensor:
-    return torch.randn(2, 3, 32, 32)
-
+from tests.jumbo_core.fused_models import PLAN, SIZES, jumbo_vit, timm_vit
 
 MODELS = [
     (timm_vit, {}),
@@ -253,89 +230,6 @@ def test_encoder_alone():
 
 
 PLAN_SMALL = FusionPlan(("prune", "average", "mlerp"), (2, 1, 2))
-
-
-@pytest.mark.parametrize("make", [timm_vit, jumbo_vit])
-@pytest.mark.parametrize("dense", [False, True])
-def test_training_and_gradient_checkpointing(make, dense, image):
-    model = make()
-    apply_tofu(model, PLAN, proportional=True)
-    model.train()
-    model.requires_grad_(True)
-
-    def loss_of(model):
-        if dense:
-            return model.forward_intermediates(image, intermediates_only=True)[-1].square().sum()
-        # Two views, then another size and batch without gradients: backward must recompute each call as it was.
-        loss = model(image).square().sum() + model(image.flip(0) * 0.7).square().sum()
-        with torch.no_grad():
-            model(image[:1] * 3)
-        return loss
-
-    torch.manual_seed(1)  # the Jumbo block has drop path
-    names = [n for n, _ in model.named_parameters()]
-    plain = torch.autograd.grad(loss_of(model), list(model.parameters()), allow_unused=dense)
-    if not dense:
-        weights = [g for n, g in zip(names, plain, strict=True) if "blocks" in n and not n.endswith("bias")]
-        assert all(gradient.abs().sum() > 0 for gradient in weights)
-    model.set_grad_checkpointing(True)
-    torch.manual_seed(1)
-    loss = loss_of(model)
-    loss.backward()
-    for name, parameter, expected in zip(names, model.parameters(), plain, strict=True):
-        if expected is not None:
-            assert max_error(parameter.grad, expected) < 1e-5 * max(1, expected.abs().max().item()), name
-    set_reentrant_ckpt(True)  # hands detached tensors to the second run
-    try:
-        torch.manual_seed(1)
-        model.zero_grad()
-        loss_of(model).backward()
-    finally:
-        set_reentrant_ckpt(False)
-    for name, parameter, expected in zip(names, model.parameters(), plain, strict=True):
-        if expected is not None:
-            assert max_error(parameter.grad, expected) < 1e-5 * max(1, expected.abs().max().item()), name
-    # The run after a backward starts afresh.
-    model.eval()
-    assert torch.equal(model(image), model(image))
-
-
-@pytest.mark.parametrize("op", ["prune", "average", "mlerp"])
-def test_an_empty_batch(op):
-    model = timm_vit()
-    apply_tofu(model, FusionPlan.uniform(len(model.blocks), 2, op), proportional=True)
-    assert model(torch.zeros(0, 3, 32, 32)).shape == (0, 5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("make", [timm_vit, jumbo_vit])
-def test_half_precision(make, dtype, image):
-    model = make()
-    with torch.no_grad():
-        apply_tofu(model, PLAN, proportional=True)
-        reference = model(image)
-        with torch.autocast("cpu", dtype=dtype):
-            cast = model(image)
-        assert cast.isfinite().all() and max_error(cast.float(), reference) < 0.3  # other tokens may be chosen
-        half = model.to(dtype)(image.to(dtype))
-        assert half.dtype == dtype and half.isfinite().all()
-
-
-@pytest.mark.parametrize("make", [timm_vit, jumbo_vit])
-@pytest.mark.parametrize("proportional", [False, True])
-def test_export_and_compile(make, proportional, image):
-    model = make()
-    apply_tofu(model, PLAN, proportional=proportional)
-    with torch.no_grad():
-        expected = model(image)
-        exported = torch.export.export(model, (image,)).module()
-        assert max_error(exported(image), expected) < 1e-5
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        assert max_error(compiled(image), expected) < 1e-5
-        assert max_error(compiled(image.flip(0)), expected.flip(0)) < 1e-5
-        assert max_error(model(image), expected) == 0
-
-
 FAMILIES = [  # with what stands in front of the patches
     ("vit_base_patch16_clip_224", 1),
     ("vit_base_patch14_reg4_dinov2", 5),
@@ -380,97 +274,3 @@ def test_feature_maps_need_no_fused_block(image):
     apply_tofu(model, FusionPlan(("prune",) * 3, (0, 3, 0)))
     fused = model.forward_intermediates(image, intermediates_only=True)
     assert torch.equal(fused[0], plain[0]) and not torch.equal(fused[1], plain[1])
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"plan": FusionPlan.paper(4, 1)}, "the plan is for 4 blocks, the model has 3"),
-        ({"plan": FusionPlan.paper(3, 9)}, "block 0 is to remove 9 tokens, but of 16 patches at most 8 can leave"),
-        ({"importance": "random"}, "importance must be one of 'similarity', 'attention', got 'random'"),
-        ({"norm": "min"}, "norm must be one of 'max', 'mean', 'spherical'"),
-        ({"weights": "equal"}, "weights must be None or one of 'size', 'importance', got 'equal'"),
-        ({"order": "x"}, "order must be one of 'position', 'released'"),
-        ({"proportional": 1}, "proportional must be True or False, got 1"),
-    ],
-)
-def test_bad_options(options, message):
-    model = timm_vit()
-    with pytest.raises(ValueError, match=message):
-        apply_tofu(model, **{"plan": PLAN, **options})
-    assert "forward" not in model.blocks[0].__dict__
-
-
-def test_a_smaller_image_that_cannot_meet_r():
-    model = jumbo_vit()
-    apply_tofu(model, FusionPlan.uniform(3, 5, "prune"))
-    with pytest.raises(ValueError, match="block 0 is to remove 5 tokens, but of 8 patches at most 4"):
-        model(torch.randn(1, 3, 16, 32))
-
-
-UNSUPPORTED = [
-    nn.Linear(2, 2),
-    nn.Sequential(),
-    timm.create_model("test_resnet"),
-]
-
-
-@pytest.mark.parametrize("bad", UNSUPPORTED, ids=lambda m: type(m).__name__)
-def test_unsupported(bad):
-    with pytest.raises(TypeError, match=f"token fusion does not know {type(bad).__name__}.*; supported: "):
-        apply_tofu(bad, FusionPlan.paper(2, 1))
-
-
-def test_a_plan_is_a_plan():
-    with pytest.raises(TypeError, match="plan must be a FusionPlan, got dict"):
-        apply_tofu(timm_vit(), {})
-
-
-def test_masks_are_refused(image):
-    model = timm_vit()
-    apply_tofu(model, PLAN)
-    with pytest.raises(ValueError, match="takes no attention mask"):
-        model(image, attn_mask=torch.ones(17, 17, dtype=torch.bool))
-    model = jumbo_vit()
-    apply_tofu(model, PLAN)
-    with pytest.raises(ValueError, match="takes no padding mask"):
-        model(image, mask=torch.ones(2, 16, dtype=torch.bool))
-
-
-def test_masks_work_while_nothing_leaves(image):
-    model, mask = jumbo_vit(), torch.ones(2, 16, dtype=torch.bool)
-    mask[0, 9:] = False
-    plain = model(image, mask=mask)
-    handle = apply_tofu(model, FusionPlan.paper(3, 0))
-    assert torch.equal(model(image, mask=mask), plain)
-    handle.remove()
-    apply_tofu(model, FusionPlan(("prune",) * 3, (0, 2, 0)))
-    with pytest.raises(ValueError, match="takes no padding mask"):
-        model(image, mask=mask)
-
-
-def test_nothing_to_tell_of_a_call_that_stopped_early(image):
-    handle = apply_tofu(model := timm_vit(), PLAN)
-    with pytest.raises(ValueError, match="did not go through the last block"):
-        handle.sizes()
-    model(image)
-    assert handle.sizes().shape == (2, 8, 1)
-    model.forward_intermediates(image, indices=[0], stop_early=True)
-    with pytest.raises(ValueError, match="did not go through the last block"):
-        handle.place()
-
-
-def test_onnx(image, tmp_path):
-    """Through onnxruntime, with a batch that may change; equal tokens in it, so that ties decide."""
-    onnxruntime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    model, path = timm_vit(), tmp_path / "fused.onnx"
-    apply_tofu(model, PLAN, proportional=True)
-    batch = torch.export.Dim("batch", min=2, max=64)
-    torch.onnx.export(model, (image,), path, dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    image = torch.cat([image, torch.zeros(1, 3, 32, 32)])
-    with torch.no_grad():
-        expected = model(image)
-    (out,) = session.run(None, {session.get_inputs()[0].name: image.numpy()})
-    assert max_error(torch.from_numpy(out), expected) < 1e-4

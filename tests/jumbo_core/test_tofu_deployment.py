@@ -13,7 +13,7 @@ from jumbo_core.tofu.__main__ import main
 from jumbo_core.tofu.deploy import export_model, load_exported
 from jumbo_core.tofu.folder import load_model
 from tests.conftest import max_error
-from tests.jumbo_core.test_tofu_apply import jumbo_vit, timm_vit
+from tests.jumbo_core.fused_models import jumbo_vit, timm_vit
 from tests.jumbo_core.test_tofu_folder import make_images, make_model
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "deployment.md"

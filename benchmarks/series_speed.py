@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks import outputs
+from jumbo_core.dropout import Dropout
 from jumbo_core.measure import count_parameters, environment, markdown_table
 from jumbo_core.measure.report import command_line
 from jumbo_core.measure.turns import spread, take_turns
@@ -42,7 +43,17 @@ def models(size: dict) -> dict[str, nn.Module]:
         "ViT + 16 registers": JumboPatchTST(*shape, multiplier=0, registers=16, **size),
         "JumboPatchTST J=2": JumboPatchTST(*shape, multiplier=2, **size),
         "JumboPatchTST J=6": JumboPatchTST(*shape, multiplier=6, **size),
+        "JumboPatchTST J=6, torch's dropout": with_torch_dropout(JumboPatchTST(*shape, multiplier=6, **size)),
     }
+
+
+def with_torch_dropout(model: nn.Module) -> nn.Module:
+    """The model with ``nn.Dropout`` where it has jumbo_core's, to tell what that is worth."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, Dropout):
+                setattr(parent, name, nn.Dropout(child.p))
+    return model
 
 
 def training_step(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Callable[[], float]:

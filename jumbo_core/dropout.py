@@ -29,6 +29,8 @@ class Dropout(nn.Dropout):
             or not 0 < threshold < _LEVELS
             or x.device.type != "cpu"
             or not x.is_floating_point()
+            or x.is_nested
+            or hasattr(x, "device_mesh")  # a part of a distributed tensor
             or traced()
         ):
             return super().forward(x)
@@ -37,14 +39,15 @@ class Dropout(nn.Dropout):
 
 def _keep(x: torch.Tensor, threshold: int) -> torch.Tensor:
     """Bool mask of the shape of ``x``, False where 16 random bits, read as a signed number, are in the lowest part."""
-    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(1 << 63), None)  # four elements a draw
+    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device)  # four elements a draw
+    words.random_(-(1 << 63), None)
     bits = words.view(torch.int16)[: x.numel()].view(x.shape)
     return bits >= threshold - _LEVELS // 2
 
 
 def replace_dropouts(module: nn.Module) -> None:
-    """Make every plain ``nn.Dropout`` inside ``module`` a :class:`Dropout` of the same rate: no name in it changes."""
+    """Make every plain ``nn.Dropout`` now inside ``module`` a :class:`Dropout` of its rate: no name changes."""
     for parent in list(module.modules()):
-        for name, child in parent.named_children():
+        for name, child in list(parent._modules.items()):  # under every name it has
             if type(child) is nn.Dropout:
                 setattr(parent, name, Dropout(child.p, child.inplace).train(child.training))

@@ -38,4 +38,6 @@ def traced() -> bool:
 
 def hooked(*modules: nn.Module) -> bool:
     """Whether somebody would notice that these modules are not called, or that their outputs are overwritten."""
-    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
+    return nn.modules.module._has_any_global_hook() or any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules
+    )

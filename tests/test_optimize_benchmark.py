@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks import optimize_cifar
+from benchmarks import lowlatency_bound, optimize_cifar
+from jumbo_core.jumbo.lowlatency import int8_kernel
 from jumbo_core.models import JumboViT
 
 
@@ -39,3 +40,24 @@ def test_table_has_every_form_and_batch(models):
     lines = optimize_cifar.table(content).splitlines()
     assert [line.split("|")[1].strip().split()[0] for line in lines[2:]] == ["float32", "bfloat16", "int8"]
     assert all(line.count("|") == 7 for line in lines) and "ms, batch 2" in lines[0]
+
+
+@pytest.mark.skipif(not int8_kernel(), reason="needs a processor with exact int8 products")
+def test_bounds_are_the_models_they_say(monkeypatch):
+    from jumbo_core.measure.contenders import contender
+
+    small = {"jumbo_tiny_patch16_224": "test_jumbo@num_classes=10", "vit_registers_tiny": "test_vit@num_classes=10"}
+    monkeypatch.setattr(lowlatency_bound, "contender", lambda name: contender(small[name], 224))
+    models = lowlatency_bound.forms("tiny")
+    x = torch.randn(1, 3, 224, 224)
+    with torch.inference_mode():
+        out = {name: model(x) for name, model in models.items()}
+    others = out["int8, quantized.linear_dynamic"], out["its int8 products alone"], out["without its FFN"]
+    near, *far = ((other - out["int8"]).norm().item() for other in others)
+    assert 0 < near < 0.2 * min(far)
+    threads = torch.get_num_threads()
+    try:
+        result = lowlatency_bound.measure(("tiny",), repeats=2, threads=1)
+    finally:
+        torch.set_num_threads(threads)
+    assert [row["model"] for row in result["rows"]] == list(models) and result["table"].count("\n") == 6

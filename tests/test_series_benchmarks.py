@@ -1,5 +1,6 @@
 """The classification benchmark: its sets, no leak, what chooses, what is left out; and how runs resume."""
 
+import time
 from pathlib import Path
 
 import numpy as np
@@ -216,11 +217,24 @@ def test_finished_runs_are_not_run_again(tmp_path):
     file, said = ResultFile(tmp_path / "r.json", {}), []
     with pytest.raises(ValueError, match="-1 is negative"):
         run_jobs({"a": (answer, 1), "b": (answer, -1), "c": (answer, 3)}, file, 1, lambda n, r: said.append(n) or n)
-    assert said == ["a"] and "b" not in file.runs
+    assert said == ["a"] and file.runs.keys() == {"a"}  # c was not begun
     reopened = ResultFile(tmp_path / "r.json", {})
     assert reopened.runs["a"] == {"number": 1}
     run_jobs({"a": (answer, -1)}, reopened, 1)  # would fail if it were run
     assert reopened.runs["a"] == {"number": 1}
+
+
+def slowly(number: int) -> dict:
+    time.sleep(2)
+    return answer(number)
+
+
+def test_what_is_under_way_when_another_run_fails_is_kept(tmp_path):
+    file = ResultFile(tmp_path / "r.json", {})
+    jobs = {"b": (answer, -1), "a": (slowly, 1), "c": (slowly, 3)}
+    with pytest.raises(ValueError, match="-1 is negative"):
+        run_jobs(jobs, file, 2)
+    assert file.runs.keys() == {"a"}
 
 
 def test_ablation_needs_the_file_of_choices(tmp_path):

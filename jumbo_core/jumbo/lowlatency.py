@@ -60,9 +60,15 @@ def _try_products() -> bool:
     scale = torch.ones(len(weight), dtype=torch.float32, device="cpu")
     zero = torch.zeros_like(scale, dtype=torch.int32)
     exact = (x.long() @ weight.long().t()).to(torch.float32)  # below 2^24: float32 holds them
+    steps = torch.arange(len(weight), dtype=torch.float32, device="cpu") / len(weight)
+    fine, bias = (1 + steps) * 1e-6, 4 * steps - 2
+    one_row = F.gelu(exact[:1].double() * fine.double() * 0.5 + bias.double())
     try:
         packed = _pack(weight)
-        return all(torch.equal(_multiply(x[:rows], packed, scale, zero), exact[:rows]) for rows in (1, 3))
+        fused = _multiply(x[:1], packed, fine, zero, bias, 0.5, "gelu").double()
+        return all(
+            torch.equal(_multiply(x[:rows], packed, scale, zero), exact[:rows]) for rows in (1, 3)
+        ) and torch.allclose(fused, one_row, rtol=1e-4, atol=1e-5)
     except (AttributeError, RuntimeError, NotImplementedError):  # a torch without oneDNN has no such operator
         return False
 
@@ -166,18 +172,29 @@ class Int8Linear(nn.Module):
 
     def _weights(self) -> tuple:
         """(what is multiplied, weights, their scales, bias), made once and again when a buffer has changed."""
-        now = [stamp(tensor) for tensor in self._buffers.values()]  # self.weight takes a search through the module
-        if self._ready is None or self._ready[0] != now:
+        own = tuple(self._buffers.values())  # self.weight takes a search through the module
+        now = [stamp(tensor) for tensor in own]
+        ready = self._ready
+        # Their buffers are held with them: a tensor that takes their place cannot take their address as well.
+        if ready is None or ready[1] != now or any(a is not b for a, b in zip(ready[0], own, strict=True)):
             with torch.inference_mode(False), torch.no_grad():
                 kind = self.kind()
                 if kind == torch.int8:
                     self._zero = torch.zeros(self.out_features, dtype=torch.int32, device=self.weight.device)
                     bias = None if self.bias is None else self.bias.float()
-                    self._ready = now, (kind, _pack(self.weight), self.scale.float(), bias)
+                    made = kind, _pack(self.weight), self.scale.float(), bias
                 else:
                     bias = None if self.bias is None else self.bias.to(kind)
-                    self._ready = now, (kind, self._expanded(kind), None, bias)
-        return self._ready[1]
+                    made = kind, self._expanded(kind), None, bias
+            self._ready = ready = own, now, made
+        return ready[2]
+
+    def _apply(self, *arguments, **options) -> Int8Linear:
+        scale, self._ready = self.scale, None
+        super()._apply(*arguments, **options)
+        if self.scale.dtype != scale.dtype and not scale.is_meta:
+            self.scale = scale.to(self.scale.device)  # stays float32: in fp16 small scales lose their digits
+        return self
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
         weight = state_dict.get(f"{prefix}weight")

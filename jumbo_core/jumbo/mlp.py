@@ -17,7 +17,7 @@ WEIGHT_FIRST = range(5, 129)
 
 
 class TightMlp(Mlp):
-    """timm's ``Mlp`` with the same parameters and results; at inference GELU overwrites the hidden activations.
+    """timm's ``Mlp``, same parameters, same results up to rounding; at inference GELU overwrites hidden activations.
 
     At a batch of 32 these are larger than any cache and fresh memory for their copy costs more than GELU itself. That
     is left to timm's own forward in training, while gradients are on, under torch.compile or tracing, and where hooks
@@ -38,7 +38,7 @@ class TightMlp(Mlp):
             return self.fc2(hidden)
         # torch's own linear layer copies the bias into every row before the product; after it, it finds rows in cache.
         y = torch.mm(hidden.reshape(-1, hidden.shape[-1]), self.fc2.weight.t()).add_(self.fc2.bias)
-        return y.view(*hidden.shape[:-1], -1)
+        return y.view(*hidden.shape[:-1], y.shape[-1])
 
     def _plain(self) -> bool:
         return (
@@ -67,7 +67,7 @@ class WideMlp(TightMlp):
 
 
 def _in_float32_on_cpu(x: torch.Tensor, *layers: nn.Linear) -> bool:
-    """Whether ``x`` and the layers' ordinary weights may be multiplied by hand, with the same result."""
+    """Whether ``x`` and the layers' ordinary weights may be multiplied by hand."""
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32

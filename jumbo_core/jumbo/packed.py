@@ -52,16 +52,20 @@ class PackedLinear(nn.Linear):
 
     def _packed(self) -> torch.Tensor:
         now, ready = stamp(self.weight), self.__dict__.get("_ready")
-        if ready is None or ready[0] != now:
+        if ready is None or ready[0] != now or ready[2] is not self.weight:
             with torch.inference_mode(False), torch.no_grad():
                 # The number of rows is a hint for the order; any other number is multiplied as well.
                 packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach().clone(), 1024)
-            self.__dict__["_ready"] = ready = now, packed
+            self.__dict__["_ready"] = ready = now, packed, self.weight  # held: no other takes its address
         return ready[1]
 
     def _load_from_state_dict(self, *arguments) -> None:
         super()._load_from_state_dict(*arguments)
         self.__dict__.pop("_ready", None)
+
+    def _apply(self, *arguments, **options) -> PackedLinear:
+        self.__dict__.pop("_ready", None)  # .half().float() may end at the address where it began, with other values
+        return super()._apply(*arguments, **options)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_ready"}

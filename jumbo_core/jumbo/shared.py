@@ -55,7 +55,6 @@ class SharedPasses:
             and not torch.is_autocast_enabled("cpu")
             and not hooked(*ffn.modules())
             and not any(m._backward_hooks or m._backward_pre_hooks for m in ffn.modules())
-            and not nn.modules.module._has_any_global_hook()
         )
 
     def linear(self, x: torch.Tensor, layer: int, index: int) -> torch.Tensor:
@@ -82,7 +81,7 @@ class _Pass(torch.autograd.Function):
         if not torch.is_grad_enabled():
             x, dy = x.detach(), dy.detach()
         ctx.rows[ctx.key] = x, dy
-        flag = torch.zeros(ctx.size)
+        flag = torch.zeros(ctx.size, dtype=torch.float32, device="cpu")
         flag[ctx.key] = 1
         return dx, None, None, flag, None, None
 
@@ -94,7 +93,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx, rows, count, *parameters):
         ctx.set_materialize_grads(False)
         ctx.rows = rows
-        return torch.zeros(len(parameters) // 2, count)
+        return torch.zeros(len(parameters) // 2, count, dtype=torch.float32, device="cpu")
 
     @staticmethod
     def backward(ctx, flags):

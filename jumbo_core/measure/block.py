@@ -34,7 +34,8 @@ def layer_products(block: AdventurerBlock, tokens: int) -> list[Callable[[], tor
 def scan_products(block: AdventurerBlock, tokens: int) -> list[Callable[[], torch.Tensor]]:
     """Products of the scan, its chunks batched: scores of steps, outputs from inputs and state, and the state's."""
     mixer = block.mixer
-    n, wide, q = mixer.d_state, mixer.inner, chunk_for((1, tokens + 1), running=True)
+    on_cpu = mixer.in_proj.weight.device.type == "cpu"
+    n, wide, q = mixer.d_state, mixer.inner, chunk_for((1, tokens + 1), running=on_cpu)
     count = -(-(tokens + 1) // q)
     shapes = [((q, n), (n, q)), ((q, n + q), (n + q, wide)), ((n, q), (q, wide))]
     like = mixer.in_proj.weight

@@ -115,7 +115,7 @@ def lead_of(content: dict, missing: list[str]) -> list[str]:
     """What the reader must know before any figure: machine, threads, form, what is not there."""
     where, settings = content["environment"], content["settings"]
     machine = where["gpu"] if settings["device"] == "cuda" else where["processor"]
-    form = "short form (`make bench`): few rounds" if settings["quick"] else "full form"
+    form = "short form (`make bench`): few rounds" if settings["quick"] else "full form (`report` without `--quick`)"
     lead = [
         f"{machine}, {where['cores']} cores, {settings['threads']} threads, torch {where['torch']}; {form}. Models "
         "have random weights. In each table all models take turns in one process, after each has shown finite outputs "

@@ -92,6 +92,8 @@ def measure(
     if len(set(sizes)) < 2 or len(set(models)) < len(models) or not models:
         raise ValueError(f"expected at least one model and two sizes, all different, got {list(models)}, {list(sizes)}")
     until = until or {}
+    if models[0] in until:
+        raise ValueError(f"ratios are to {models[0]}, the first model: it cannot stop at {until[models[0]]} tokens")
     torch.set_num_threads(threads)
     rows, left_out = [], {}
     for size in sizes:

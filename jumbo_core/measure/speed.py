@@ -77,8 +77,10 @@ def measure(
     settings = dict(repeats=repeats, threads=threads, dtype=dtype, device=device, train=train)
     settings |= dict(memory=memory, seconds=seconds)
     batches = [checks.integer("batch", batch) for batch in batches]
+    if len(set(batches)) < len(batches):
+        raise ValueError(f"batches must be all different, got {batches}")
     if checks.integer("processes", processes) > 1:
-        rows = _pooled([_in_new_process(models, image_size, batches, settings, n == 0) for n in range(processes)])
+        rows = _in_new_processes(processes, list(models), image_size, batches, settings)
     else:
         rows = [row for batch in batches for row in compare(contenders, batch, **settings)]
     return {
@@ -132,17 +134,29 @@ def timed(batch: int, first: list[float], own: list[float]) -> dict:
     }
 
 
-def _in_new_process(models: Sequence[str], image_size, batches: list[int], settings: dict, memory: bool) -> list[dict]:
-    """Rows of one process that has done nothing before; peak memory, a process of its own anyway, if asked for."""
-    settings = settings | {"memory": memory and settings["memory"]}
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_compare_by_name, list(models), image_size, batches, settings).result()
+def _in_new_processes(count: int, models: list[str], image_size, batches: list[int], settings: dict) -> list[dict]:
+    """Rows of processes that have done nothing before, pooled. The first decides on the rounds and measures memory."""
+    runs, commits, rounds = [], set(), {}
+    for _ in range(count):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            call = pool.submit(_compare_by_name, models, image_size, batches, settings, rounds)
+            rows, commit = call.result()
+        runs.append(rows)
+        commits.add(commit)
+        rounds = {row["batch"]: len(row["rounds_ms"]) for row in rows}
+        settings = settings | {"memory": False, "seconds": math.inf}
+    if len(commits) > 1:
+        raise RuntimeError(f"the code changed between the processes ({', '.join(map(str, commits))}): measure again")
+    return _pooled(runs)
 
 
-def _compare_by_name(models: list[str], image_size, batches: list[int], settings: dict) -> list[dict]:
+def _compare_by_name(models, image_size, batches, settings, rounds) -> tuple[list[dict], str | None]:
     torch.set_num_threads(settings["threads"])
-    contenders = [contender(name, image_size) for name in models]
-    return [row for batch in batches for row in compare(contenders, batch, **settings)]
+    contenders, rows = [contender(name, image_size) for name in models], []
+    for batch in batches:
+        own = settings | {"repeats": rounds.get(batch, settings["repeats"])}
+        rows += compare(contenders, batch, **own)
+    return rows, environment()["commit"]
 
 
 def _pooled(runs: list[list[dict]]) -> list[dict]:

@@ -161,7 +161,11 @@ def test_convolutions_start_as_mamba2_has_them():
 
 
 def test_an_empty_batch():
-    assert timm.create_model("test_adventurer", num_classes=5)(torch.zeros(0, 3, 32, 32)).shape == (0, 5)
+    for name in ("test_adventurer", "test_jumbo_adventurer"):
+        model, image = timm.create_model(name, num_classes=5).eval(), torch.zeros(0, 3, 32, 32)
+        assert model(image).shape == (0, 5)
+        with torch.inference_mode():
+            assert model(image).shape == (0, 5)
 
 
 def test_drop_path_list_is_the_released_one():

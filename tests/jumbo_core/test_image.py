@@ -302,6 +302,8 @@ def test_padding_model_has_the_grid_of_the_padded_image():
 def test_empty_batch():
     model, image = tiny(), torch.randn(0, 3, 32, 32)
     assert model(image).shape == (0, 5)
+    with torch.inference_mode():
+        assert model.eval()(image).shape == (0, 5)
     assert model.forward_intermediates(image, indices=1, intermediates_only=True)[0].shape == (0, 16, 4, 4)
 
 

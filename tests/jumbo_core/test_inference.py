@@ -155,7 +155,7 @@ def test_compiles_without_graph_breaks(dtype):
     fast, x = optimised(trained(), dtype), images()
     with torch.inference_mode():
         compiled = torch.compile(fast, backend="aot_eager", fullgraph=True)
-        assert relative(compiled(x), fast(x)) < 1e-4 if dtype == "int8" else 2e-2
+        assert relative(compiled(x), fast(x)) < (1e-4 if dtype == "int8" else 2e-2)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])

@@ -103,9 +103,15 @@ def test_bfloat16_expansion_of_a_gpu(monkeypatch):
         assert fast(x).dtype == torch.float32 and 0 < relative(fast(x), model(x)) < TOLERANCE["int8"]
 
 
-def test_nan_stays_visible():
-    fast, x = optimised(trained()), images()
-    x[0, 0, 0, 0] = float("nan")
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_nan_and_infinity_stay_visible(batch, value):
+    fast, x = optimised(trained()), images(batch)
+    x[0, 0, 0, 0] = value
     with torch.inference_mode():
         y = fast(x)
+        wide = torch.randn(batch, fast.encoder.jumbo_mlp.fc1.in_features)
+        wide[0, 1] = value
+        alone = fast.encoder.jumbo_mlp(wide)
     assert y[0].isnan().all() and y[1:].isfinite().all()
+    assert not alone[0].isfinite().any() and alone[1:].isfinite().all()

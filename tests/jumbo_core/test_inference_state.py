@@ -106,6 +106,19 @@ def test_weights_made_in_inference_mode_change_unseen_and_are_followed(kind, mon
         assert max_error(layer(x), layer.bias.expand(3, -1)) == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_stay_in_float32_whatever_the_model_becomes(dtype):
+    linear = nn.Linear(32, 8)
+    with torch.no_grad():
+        linear.weight.mul_(1e-4)  # scales below what float16 has digits for
+        own, x = Int8Linear.of(linear), torch.randn(3, 32)
+        expected, scale = own(x) - linear.bias, own.scale.clone()
+        own.to(dtype)
+        assert own.scale.dtype == torch.float32 and torch.equal(own.scale, scale) and own.bias.dtype == dtype
+        own.float()
+        assert max_error(own(x) - own.bias, expected) < 1e-3 * expected.abs().max()
+
+
 def test_half_precision_models_and_moves():
     model, x = trained(), images()
     with torch.inference_mode():

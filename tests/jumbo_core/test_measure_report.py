@@ -197,7 +197,8 @@ def test_evidence_of_other_commands_is_shown_with_its_source(tmp_path):
     where = dict(processor="A", threads=2, torch="2", date="today", commit="abcdefghij+changes", gpu=None)
     content = dict(command="python -m benchmarks.tofu_diffusion", environment=where, table="| a |\n| --- |\n| 1 |")
     (tmp_path / "tofu_diffusion.json").write_text(json.dumps(content))
-    section = notes.evidence_sections(tmp_path)[1]
+    sections = {section.title: section for section in notes.evidence_sections(tmp_path)}
+    section = sections["Token fusion in Stable Diffusion's UNet against tomesd"]
     assert section.table == content["table"]
     assert (
         section.source

@@ -186,6 +186,7 @@ def test_training_gate_wants_losses_that_fall():
         (dict(train=True, models=["test_jumbo@num_classes=0"]), ValueError, "training needs classes"),
         (dict(models=[TINY, TINY]), ValueError, "all different"),
         (dict(models=[]), ValueError, "at least one name"),
+        (dict(batches=[2, 2]), ValueError, r"batches must be all different, got \[2, 2\]"),
     ],
 )
 def test_bad_settings_are_refused(settings, error, message):

@@ -49,6 +49,19 @@ def test_same_answers(shape, bias):
             assert max_error(ours(strided), plain(strided)) < 1e-5
 
 
+def test_weights_that_end_at_the_address_where_they_began():
+    ours, x = packed(24, 40)[0], torch.randn(3, 24)
+    for _ in range(20):  # whether an address is used again is the allocator's choice
+        with torch.inference_mode():
+            ours(x)
+        ours.half().float()
+        ours.weight = nn.Parameter(ours.weight + 1)
+        ours.weight = nn.Parameter(ours.weight + 1)
+        with torch.inference_mode():
+            expected = nn.functional.linear(x, ours.weight, ours.bias)
+            assert (ours(x) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 def test_other_dtypes_gradients_and_autocast_are_as_before():
     ours, plain = packed(24, 40)
     x = torch.randn(3, 24)

@@ -215,6 +215,16 @@ def test_nothing_stays_behind(wanted):
     assert kept() is None
 
 
+def test_whatever_the_default_device():
+    net = encoder("jumbo")
+    expected = gradients(net, X)["jumbo_mlp.fc1.weight"].clone()
+    net.zero_grad()
+    with torch.device("meta"):
+        out = net(X)
+    (out.jumbo.square().sum() + out.patches.sin().sum()).backward()
+    torch.testing.assert_close(net.jumbo_mlp.fc1.weight.grad, expected)
+
+
 def test_bfloat16_models_train():
     net = encoder("jumbo").bfloat16()
     expected = gradients(pass_by_pass(net).double(), X)

@@ -69,6 +69,17 @@ def draw(path: Path, result: dict, picture: Callable[[dict, object], None]) -> N
     figure.savefig(path, dpi=130)
 
 
+def log_axes(axes, ticks: list[int], label: str) -> None:
+    """Milliseconds over lengths, both logarithmic, a tick at each length, and the legend."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    axes.set_xlabel(label)
+    axes.set_ylabel("ms")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
 def write(out: Path, name: str, result: dict, picture: Callable[[dict, object], None] | None) -> None:
     """Write a result: a path ending in .json is that file alone, any other the folder of name.json, .csv and .png.
 

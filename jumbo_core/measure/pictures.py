@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from jumbo_core.measure.artefacts import log_axes
+
 
 def scan(result: dict, axes) -> None:
     """Milliseconds of the scan over steps, and Transformers' at its one length."""
@@ -12,13 +14,7 @@ def scan(result: dict, axes) -> None:
     axes.plot(lengths, list(result["growth_ms"].values()), marker="o", label=label)
     peer = f"Transformers, torch path, chunk {result['peer_best_chunk']}"
     axes.plot([result["shape"]["length"]], [result["peer_ms"]["median"]], "s", label=peer)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
-    axes.set_xlabel("steps")
-    axes.set_ylabel("ms")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    log_axes(axes, lengths, "steps")
 
 
 def tofu(result: dict, axes) -> None:

@@ -154,14 +154,7 @@ def picture(result: dict, axes) -> None:
             continue  # left out at every size
         label = f"{model} (exponent {slopes['ms']:.2f})" if "ms" in slopes else model
         axes.plot([row["tokens"] for row in rows], [row["ms"]["median"] for row in rows], marker="o", label=label)
-    ticks = sorted({row["tokens"] for row in result["rows"]})
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-    axes.set_xlabel("tokens (patches of 16x16)")
-    axes.set_ylabel("ms")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    artefacts.log_axes(axes, sorted({row["tokens"] for row in result["rows"]}), "tokens (patches of 16x16)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from benchmarks import outputs
-from jumbo_core.dropout import Dropout
+from jumbo_core.dropout import Dropout, replace_dropouts
 from jumbo_core.measure import count_parameters, environment, markdown_table
 from jumbo_core.measure.report import command_line
 from jumbo_core.measure.turns import spread, take_turns
@@ -38,8 +38,11 @@ def models(size: dict) -> dict[str, nn.Module]:
     from tsai.models.PatchTST import PatchTST
 
     shape = (CHANNELS, CHANNELS, LOOK_BACK, HORIZON)
+    faster = PatchTST(*shape, patch_len=16, stride=8, **size)
+    replace_dropouts(faster)
     return {
         PEER: PatchTST(*shape, patch_len=16, stride=8, **size),
+        f"{PEER}, our dropout": faster,
         "ViT + 16 registers": JumboPatchTST(*shape, multiplier=0, registers=16, **size),
         "JumboPatchTST J=2": JumboPatchTST(*shape, multiplier=2, **size),
         "JumboPatchTST J=6": JumboPatchTST(*shape, multiplier=6, **size),

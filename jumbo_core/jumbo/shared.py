@@ -7,7 +7,8 @@ rows x_i and their gradients dy_i, a few kilobytes, and when all passes of a bac
 
     dW = [dy_1; ...; dy_d]^T [x_1; ...; x_d]        db = sum of all rows dy
 
-Equal up to rounding; second derivatives are autograd's own, through these formulas.
+Equal up to rounding; second derivatives are autograd's own, through these formulas. (Where only the backward is
+compiled, by dynamo's private compiled_autograd around an eager forward, torch ends with a TypeError.)
 """
 
 from __future__ import annotations
@@ -76,12 +77,12 @@ class _Pass(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dx = dy @ weight if ctx.needs_input_grad[0] else None
+        flag = torch.zeros(ctx.size, dtype=torch.float32, device="cpu")
         if traced() or torch._C._functorch.is_legacy_batchedtensor(dy):  # several outputs at once: each pass for itself
-            return dx, dy.t() @ x, dy.sum(0), None, None, None
+            return dx, dy.t() @ x, dy.sum(0), flag, None, None
         if not torch.is_grad_enabled():
             x, dy = x.detach(), dy.detach()
         ctx.rows[ctx.key] = x, dy
-        flag = torch.zeros(ctx.size, dtype=torch.float32, device="cpu")
         flag[ctx.key] = 1
         return dx, None, None, flag, None, None
 

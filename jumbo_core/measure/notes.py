@@ -12,8 +12,8 @@ _LOW_LATENCY = (
     "at small batches int8 by five of torch's operators (the table in "
     "jumbo_core/jumbo/lowlatency.py), bfloat16 and float16, bias and GELU inside the product, packed fp32 "
     "weights for the blocks' other layers, fewer steps around a product. What is left to be had at batch 1 is "
-    "in the table of bounds below: even the FFN's int8 products alone, which read all its weights twelve times, keep "
-    "the model under the target."
+    "in the table of other int8 forms below (of another run, with more models in turn): the FFN's products alone, "
+    "which read all its weights twelve times, keep the model under the target, as does an operator of another library."
 )
 _LINEAR = (
     "scan, skip, gate and norm a chunk at a time in place, the mixer in spans of 512 steps,"
@@ -26,7 +26,7 @@ TRIED: dict[str, str] = {
     "registers_small": _LOW_LATENCY,
     "block": _LINEAR
     + "Memory from the system is not it: a heap that gives nothing back changes the ratios by 0.03 at most. The scan's "
-    "own products are 5 to 7 % of the block; the rest is convolution, gate, norms, SiLU and residuals.",
+    "own products are 5 to 8 % of the block; the rest is convolution, gate, norms, SiLU and residuals.",
     "linear": _LINEAR
     + (
         "At 512x1024 ViT-B takes 2.6 times the multiply-adds of Jumbo-linear-S, and linear layers alone run near the "
@@ -57,9 +57,9 @@ EVIDENCE = (
     ),
     (
         "lowlatency_bound",
-        "Bounds of the low-latency forms at batch 1",
+        "Other int8 forms at batch 1",
         "Jumbo with forms of its FFN that give no right answer or will not last: what rounding and dispatch cost, and "
-        "what the weights.",
+        "what the weights. An operator of another library, which will be removed from torch, is a little faster.",
     ),
     (
         "tofu_diffusion",

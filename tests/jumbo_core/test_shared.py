@@ -225,6 +225,44 @@ def test_whatever_the_default_device():
     torch.testing.assert_close(net.jumbo_mlp.fc1.weight.grad, expected)
 
 
+def _distributed(rank: int, folder: str) -> None:
+    """Gradients of two processes, half of the batch each, with and without checkpointing."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    try:
+        model = nn.parallel.DistributedDataParallel(PatchMean())
+        for checkpointed in (False, True):
+            model.module.net.gradient_checkpointing = checkpointed
+            model.zero_grad()
+            with model.no_sync():
+                model(X[rank : rank + 1]).backward()
+            model(X[rank : rank + 1]).backward()
+            if rank == 0:
+                torch.save({n: p.grad for n, p in model.module.named_parameters()}, f"{folder}/{checkpointed}.pt")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class PatchMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = encoder("jumbo").train()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        jumbo, patches = self.net(x)
+        return jumbo.square().sum() + patches.square().sum()
+
+
+def test_two_processes(tmp_path):
+    torch.multiprocessing.spawn(_distributed, (str(tmp_path),), nprocs=2)
+    model = PatchMean()
+    model.net = pass_by_pass(model.net)
+    model(X[:2]).backward()  # DDP takes the mean of two processes, each of which saw its sample twice
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for checkpointed in (False, True):
+        assert_same(torch.load(tmp_path / f"{checkpointed}.pt", weights_only=True), expected)
+
+
 def test_bfloat16_models_train():
     net = encoder("jumbo").bfloat16()
     expected = gradients(pass_by_pass(net).double(), X)

@@ -1,7 +1,6 @@
 """Weight files of the linear-time backbone: every kind, their flip rule, resampled positions, golden maps."""
 
 import json
-import logging
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from torch import nn
 
 pytest.importorskip("mmseg", reason="needs the extra mmseg-lite")
 
-from mmengine.logging import MMLogger
 from mmengine.runner.checkpoint import get_state_dict
 
 from jumbo_core.models.positions import resample_positions
@@ -81,17 +79,6 @@ def test_every_kind_of_file(kind, source, tmp_path):
     for name, value in backbone.vit.state_dict().items():
         assert max_error(value, source[name]) < 1e-6, name
     assert backbone.vit.encoder.flipped == {2} and backbone.flipped.tolist() == [False, False, True]
-
-
-@pytest.fixture
-def log():
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = MMLogger.get_current_instance()
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
 
 
 def test_the_log_names_what_was_not_used(source, tmp_path, log):

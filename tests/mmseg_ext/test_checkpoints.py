@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import logging
 import pickle
 
 import pytest
@@ -11,7 +10,6 @@ from safetensors.torch import save_file
 
 pytest.importorskip("mmseg", reason="needs the extra mmseg-lite")
 
-from mmengine.logging import MMLogger
 
 from jumbo_core.models import JumboViT as CoreJumboViT
 from jumbo_core.models.positions import resample_positions
@@ -87,18 +85,6 @@ def test_every_kind_of_file(kind, source, tmp_path):
     backbone.init_weights()
     for name, value in backbone.vit.state_dict().items():
         assert torch.equal(value, source[name]), name
-
-
-@pytest.fixture
-def log():
-    """Messages of mmengine's logger, which does not hand them to pytest's own handler."""
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = MMLogger.get_current_instance()
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
 
 
 def test_the_log_names_what_was_not_used(source, tmp_path, log):

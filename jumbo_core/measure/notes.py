@@ -24,9 +24,9 @@ _LINEAR = (
 TRIED: dict[str, str] = {
     "registers_tiny": _LOW_LATENCY,
     "registers_small": _LOW_LATENCY,
-    "block": _LINEAR
-    + "Memory from the system is not it: a heap that gives nothing back changes the ratios by 0.03 at most. The scan's "
-    "own products are 5 to 8 % of the block; the rest is convolution, gate, norms, SiLU and residuals.",
+    "block": _LINEAR + "Memory from the system is not it: a heap that gives nothing back (the command with "
+    "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000) changes the ratios by 0.03 at most. The "
+    "scan's own products are 5 to 8 % of the block; the rest is convolution, gate, norms, SiLU and residuals.",
     "linear": _LINEAR
     + (
         "At 512x1024 ViT-B takes 2.6 times the multiply-adds of Jumbo-linear-S, and linear layers alone run near the "

@@ -136,17 +136,16 @@ def timed(batch: int, first: list[float], own: list[float]) -> dict:
 
 def _in_new_processes(count: int, models: list[str], image_size, batches: list[int], settings: dict) -> list[dict]:
     """Rows of processes that have done nothing before, pooled. The first decides on the rounds and measures memory."""
-    runs, commits, rounds = [], set(), {}
+    runs, begun, rounds = [], environment()["commit"], {}
     for _ in range(count):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             call = pool.submit(_compare_by_name, models, image_size, batches, settings, rounds)
             rows, commit = call.result()
         runs.append(rows)
-        commits.add(commit)
+        if commit != begun:
+            raise RuntimeError(f"the code changed under way, from commit {begun} to {commit}: measure again")
         rounds = {row["batch"]: len(row["rounds_ms"]) for row in rows}
         settings = settings | {"memory": False, "seconds": math.inf}
-    if len(commits) > 1:
-        raise RuntimeError(f"the code changed between the processes ({', '.join(map(str, commits))}): measure again")
     return _pooled(runs)
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from jumbo_core.measure.page import Section, source_of
-from jumbo_core.measure.pieces import Target
+from jumbo_core.measure.targets import Target
 
 _LOW_LATENCY = (
     "at small batches int8 by five of torch's operators (the table in "

@@ -7,24 +7,24 @@ PatchTST's two published sizes. Before anything is timed every model must give f
 over that of tsai's PatchTST and of the ViT with 16 registers of the same width, paired within each round. Peak memory
 is what the first step takes beyond weights and windows (activations, gradients, AdamW's moments), the median of three
 new processes. Note what differs beside the token: tsai's PatchTST has BatchNorm and torch's dropout, ours LayerNorm
-and jumbo_core.dropout; a Jumbo FFN has weights of its own to update in every step.
+and jumbo_core.dropout; a Jumbo FFN has weights of its own to update in every step. An interrupted command picks up at
+the first run that is not in the file.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from benchmarks import outputs
 from jumbo_core.dropout import Dropout, replace_dropouts
-from jumbo_core.measure import count_parameters, environment, markdown_table
+from jumbo_core.measure import ResultFile, count_parameters, markdown_table
 from jumbo_core.measure.memory import peak_memory
-from jumbo_core.measure.report import command_line
 from jumbo_core.measure.turns import paired, spread, take_turns
 from ts_ext import JumboPatchTST
 
@@ -116,57 +116,68 @@ def first_step(size: dict, name: str) -> Callable[[], float]:
         return training_step(makers(size)[name](), *windows())
 
 
-def measure(
-    *,
-    sizes: dict[str, dict] = SIZES,
-    repeats: int = 15,
-    threads: int = 2,
-    only: Sequence[str] | None = None,
-    processes: int = 3,
-) -> dict:
-    """Milliseconds of a step, steps per second over those of the peers round by round, peak memory of the first step.
+def timing(size: dict, repeats: int, only: Sequence[str] | None = None) -> dict[str, dict]:
+    """Parameters, milliseconds of a step, and steps per second over those of the peers, by model.
 
     Args:
-        sizes: by name, arguments that all models share.
+        size: arguments that all models share.
         repeats: timed rounds, at least 2.
-        threads: of torch.
         only: names of :func:`makers`, :data:`TSAI` and :data:`VIT` among them. Default: all.
-        processes: peak memory is the median of so many; by what the heap can use again it varies by up to a tenth.
 
     Raises:
         RuntimeError: a model whose losses do not fall.
     """
-    torch.set_num_threads(threads)
-    begun, rows = environment(), []
     x, y = windows()
-    for size, options in sizes.items():
-        built = {name: make() for name, make in makers(options).items() if only is None or name in only}
-        steps = {name: training_step(model, x, y) for name, model in built.items()}
-        for name, step in steps.items():
-            check(name, step)
-        times = take_turns(steps, repeats)
-        for name, values in times.items():
-            peaks = [peak_memory(first_step, options, name, threads=threads) for _ in range(processes)]
-            rows.append({
-                "size": size, "model": name, "parameters": count_parameters(built[name]), "ms": spread(values),
-                "times_tsai": paired(times[TSAI], values), "times_vit": paired(times[VIT], values),
-                "peak_MiB": round(statistics.median(peaks), 1),
-            })  # fmt: skip
-    return {"command": command_line(), "environment": begun, "sizes": sizes, "repeats": repeats, "rows": rows}
+    built = {name: make() for name, make in makers(size).items() if only is None or name in only}
+    steps = {name: training_step(model, x, y) for name, model in built.items()}
+    for name, step in steps.items():
+        check(name, step)
+    times = take_turns(steps, repeats)
+    return {
+        name: {
+            "parameters": count_parameters(built[name]), "ms": spread(values),
+            "times_tsai": paired(times[TSAI], values), "times_vit": paired(times[VIT], values),
+        }
+        for name, values in times.items()
+    }  # fmt: skip
 
 
-def table(result: dict) -> str:
+def memory(size: dict, name: str, processes: int, threads: int) -> dict:
+    """MiB that the first step of a model takes at most: the median and each of so many new processes.
+
+    They differ, by up to a tenth, for what was freed is used again or not.
+    """
+    found = [round(peak_memory(first_step, size, name, threads=threads), 1) for _ in range(processes)]
+    return {"peak_MiB": statistics.median(found), "processes_MiB": found}
+
+
+def table(file: ResultFile) -> str:
     lines = []
-    for row in result["rows"]:
-        low, high = row["ms"]["quartiles"]
-        size = result["sizes"][row["size"]]
-        lines.append([
-            f"D={size['d_model']}, FFN {size['d_ff']}", row["model"], f"{row['parameters']:,}",
-            f"{row['ms']['median']:.1f} ({low:.1f} to {high:.1f})", f"{row['times_tsai']['median']:.2f}",
-            f"{row['times_vit']['median']:.2f}", f"{row['peak_MiB']:.0f}",
-        ])  # fmt: skip
+    for label, size in file.content["settings"]["sizes"].items():
+        for name, row in file.runs[f"timing|{label}"].items():
+            low, high = row["ms"]["quartiles"]
+            lines.append([
+                f"D={size['d_model']}, FFN {size['d_ff']}", name, f"{row['parameters']:,}",
+                f"{row['ms']['median']:.1f} ({low:.1f} to {high:.1f})", f"{row['times_tsai']['median']:.2f}",
+                f"{row['times_vit']['median']:.2f}", f"{file.runs[f'memory|{label}|{name}']['peak_MiB']:.0f}",
+            ])  # fmt: skip
     header = ["size", "model", "parameters", "ms per training step", "times tsai's throughput"]
     return markdown_table([*header, "times the ViT's throughput", "peak memory of a step (MiB)"], lines)
+
+
+def run(path: Path, settings: dict, only: Sequence[str] | None = None) -> ResultFile:
+    """Measure what the file has not; ``settings``: sizes, repeats, threads, processes; ``only``: see :func:`timing`."""
+    file, threads = ResultFile(path, settings), settings["threads"]
+    for label, size in settings["sizes"].items():
+        file.run(f"timing|{label}", lambda size=size: timing(size, settings["repeats"], only))
+    for label, size in settings["sizes"].items():
+        for name in file.runs[f"timing|{label}"]:
+            file.run(
+                f"memory|{label}|{name}",
+                lambda size=size, name=name: memory(size, name, settings["processes"], threads),
+            )
+    file.save(table=table(file))
+    return file
 
 
 def main() -> None:
@@ -174,12 +185,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a minute: the small size, few rounds")
     parser.add_argument("--threads", type=int, default=2, help="default 2")
     options = outputs.parse(parser, "series_speed")
-    some = dict(sizes={"small": SIZES["small"]}, repeats=3, processes=1) if options.quick else {}
-    result = measure(threads=options.threads, **some)
-    result["table"] = table(result)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(result["table"])
+    settings = dict(sizes=SIZES, repeats=15, processes=3, threads=options.threads)
+    if options.quick:
+        settings |= dict(sizes={"small": SIZES["small"]}, repeats=3, processes=1)
+    torch.set_num_threads(options.threads)
+    print(run(options.out, settings).content["table"])
 
 
 if __name__ == "__main__":

@@ -33,20 +33,22 @@ def test_models_are_what_their_names_say():
     assert encoder.multiplier == 0 and encoder.registers == 16
 
 
-def test_rows_are_against_both_peers_and_have_peak_memory():
+def test_rows_are_against_both_peers_and_have_peak_memory(tmp_path):
     names = (series_speed.TSAI, series_speed.VIT, "JumboPatchTST J=2")
-    result = series_speed.measure(sizes={"small": SMALL}, repeats=2, threads=1, only=names, processes=1)
-    assert [row["model"] for row in result["rows"]] == list(names)
-    tsai, vit, jumbo = result["rows"]
-    assert tsai["times_tsai"]["median"] == vit["times_vit"]["median"] == 1
+    settings = dict(sizes={"small": SMALL}, repeats=2, threads=1, processes=1)
+    file = series_speed.run(tmp_path / "r.json", settings, names)
+    timing, peaks = file.runs["timing|small"], {name: file.runs[f"memory|small|{name}"] for name in names}
+    tsai, vit, jumbo = timing.values()
+    assert tuple(timing) == names and tsai["times_tsai"]["median"] == vit["times_vit"]["median"] == 1
     assert vit["times_tsai"]["median"] > 0 and jumbo["times_vit"]["median"] > 0
     # At least the output and its gradient, and three times the weights.
     least = (2 * 4 * series_speed.BATCH * 7 * 96 + 12 * jumbo["parameters"]) / 2**20
-    assert all(least < row["peak_MiB"] < 500 for row in result["rows"])
-    lines = series_speed.table(result).splitlines()
+    assert all(least < peak["peak_MiB"] < 500 and len(peak["processes_MiB"]) == 1 for peak in peaks.values())
+    lines = file.content["table"].splitlines()
     assert len(lines) == 5 and lines[0].endswith("| times the ViT's throughput | peak memory of a step (MiB) |")
     assert lines[4].startswith("| D=16, FFN 32 | JumboPatchTST J=2 |")
-    assert lines[4].endswith(f"| {jumbo['times_vit']['median']:.2f} | {jumbo['peak_MiB']:.0f} |")
+    assert lines[4].endswith(f"| {jumbo['times_vit']['median']:.2f} | {peaks[names[2]]['peak_MiB']:.0f} |")
+    assert series_speed.run(tmp_path / "r.json", settings, names).runs == file.runs  # nothing is measured again
 
 
 def test_peak_memory_is_of_the_first_step():

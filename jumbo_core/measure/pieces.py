@@ -192,4 +192,13 @@ PIECES = (
         "--image-size 512 --seconds 30",
         "--seconds 4",
     ),
+    Piece(
+        "diffusion",
+        "Token fusion in Stable Diffusion's UNet, by name",
+        "One denoising step of a UNet of SD 1.5's shape with random weights: latents of 64x64, two prompts of 77 "
+        "tokens, half of the tokens fused at the finest resolution. Few rounds, for one takes most of a "
+        "minute on two cores.",
+        "speed sd15_unet sd15_unet@tomesd sd15_unet@tofu --batch 2 --image-size 512 --repeats 3 --no-memory",
+        None,
+    ),
 )

@@ -145,7 +145,7 @@ def timing(size: dict, repeats: int, only: Sequence[str] | None = None) -> dict[
 def memory(size: dict, name: str, processes: int, threads: int) -> dict:
     """MiB that the first step of a model takes at most: the median and each of so many new processes.
 
-    They differ, by up to a tenth, for what was freed is used again or not.
+    They differ, by up to a sixth, for what was freed is used again or not.
     """
     found = [round(peak_memory(first_step, size, name, threads=threads), 1) for _ in range(processes)]
     return {"peak_MiB": statistics.median(found), "processes_MiB": found}
@@ -182,7 +182,7 @@ def run(path: Path, settings: dict, only: Sequence[str] | None = None) -> Result
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a minute: the small size, few rounds")
+    parser.add_argument("--quick", action="store_true", help="a minute or two: the small size, few rounds")
     parser.add_argument("--threads", type=int, default=2, help="default 2")
     options = outputs.parse(parser, "series_speed")
     settings = dict(sizes=SIZES, repeats=15, processes=3, threads=options.threads)

@@ -70,7 +70,7 @@ def parameters_piece(size: str) -> Piece:
     )
 
 
-def training_piece(name: str, size: str, rounds: str, quick: str) -> Piece:
+def training_piece(name: str, size: str, rounds: str, quick: str | None) -> Piece:
     return Piece(
         name,
         f"Training: Jumbo-{size} against the ViT with 16 registers",
@@ -183,7 +183,7 @@ PIECES = (
         on_cuda=False,
     ),
     training_piece("training_jumbo", "tiny", "--batch 8 32 --seconds 20", "--batch 8 --seconds 4"),
-    training_piece("training_jumbo_small", "small", "--batch 8 --seconds 30", "--seconds 4 --no-memory"),
+    training_piece("training_jumbo_small", "small", "--batch 8 --seconds 30", None),
     Piece(
         "training_linear",
         "Training: linear models against a ViT of their width",
@@ -196,7 +196,7 @@ PIECES = (
         "diffusion",
         "Token fusion in Stable Diffusion's UNet, by name",
         "One denoising step of a UNet of SD 1.5's shape with random weights: latents of 64x64, two prompts of 77 "
-        "tokens, half of the tokens fused at the finest resolution. Few rounds, for one takes most of a "
+        "tokens, half of the tokens fused at the finest resolution. Few rounds, for one takes half a "
         "minute on two cores.",
         "speed sd15_unet sd15_unet@tomesd sd15_unet@tofu --batch 2 --image-size 512 --repeats 3 --no-memory",
         None,

@@ -43,7 +43,8 @@ FUSIONS = {
 RATIO = 0.5
 # Relative L2 distance that is let pass: of fused from unfused, and between two calls that draw at random. Ratios up to
 # 0.75 came to 0.06 at most. With random weights attention is nearly a mean of all tokens: what leaves it out is off by
-# 0.27 and noise in its place by 0.4, but a mere mix-up of positions by 0.07 only, which this gate cannot tell.
+# 0.25 (sd15_unet; test_unet 0.27) and noise in its place by 0.32 (0.41), but a mere mix-up of positions by 0.03 (0.07)
+# only, which this gate cannot tell: that is for the tests of hf_ext.diffusers.
 APART = 0.1
 
 # UNets whose weights some model here uses, by name, dtype and device: forms share them, for SD 1.5's take 3.4 GB.

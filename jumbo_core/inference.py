@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from jumbo_core.jumbo.encoder import JumboEncoder
 from jumbo_core.jumbo.lowlatency import DTYPES, LowLatencyFFN
 from jumbo_core.jumbo.packed import PackedLinear
 from jumbo_core.jumbo.stack import BlockStack
@@ -40,9 +41,9 @@ def optimize_for_inference(model: nn.Module, *, dtype: str = "int8") -> nn.Modul
     for its weights to be read. In int8 they are a quarter as many bytes, and a batch of one runs up to twice as fast.
     Works on anything with a :class:`JumboEncoder`, or an :class:`AdventurerEncoder` with J slices, inside: JumboViT,
     AdventurerViT, models of Transformers, MMSegmentation and time series. How it is computed on which device:
-    :mod:`jumbo_core.jumbo.lowlatency`. Beside that the blocks' other linear layers keep their float32 weights a second
-    time, packed, on CPUs (:class:`jumbo_core.jumbo.packed.PackedLinear`; same answers up to rounding), all parameters
-    are frozen and the model is set to eval mode.
+    :mod:`jumbo_core.jumbo.lowlatency`. Beside that the other linear layers in the blocks of a JumboEncoder keep their
+    float32 weights a second time, packed, on CPUs (:class:`jumbo_core.jumbo.packed.PackedLinear`; same answers up to
+    rounding), all parameters are frozen and the model is set to eval mode.
 
     ``state_dict()`` has the small weights (int8 ``weight`` and float ``scale`` of each layer). To load them, optimise a
     new model first, then ``load_state_dict``; that takes a state dict in float32 too, and rounds it. Transformers
@@ -79,8 +80,9 @@ def optimize_for_inference(model: nn.Module, *, dtype: str = "int8") -> nn.Modul
         _check(name, ffn, dtype)
     for encoder in (module for module in model.modules() if isinstance(module, BlockStack)):
         encoder._unreachable = []  # nothing in it trains any more, so nothing is to be put back into training
-        for linear in _block_layers(encoder):
-            PackedLinear.take_over(linear)
+        if isinstance(encoder, JumboEncoder):  # for linear blocks it does not pay: they save the same in other ways
+            for linear in _block_layers(encoder):
+                PackedLinear.take_over(linear)
     for _, owner, key, ffn in places:
         if not isinstance(ffn, LowLatencyFFN):
             owner[key] = LowLatencyFFN(ffn, dtype)

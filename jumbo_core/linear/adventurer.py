@@ -15,6 +15,7 @@ from jumbo_core.jumbo.stack import BlockStack, JumboOutput, check_mask, rates_pe
 from jumbo_core.jumbo.token import join_slices, split_slices
 from jumbo_core.linear.feed import feed_in_parts, feeds_in_parts, with_heading
 from jumbo_core.linear.mamba2 import Mamba2Mixer
+from jumbo_core.linear.running import runs
 from jumbo_core.modes import hooked, recorded
 
 
@@ -88,7 +89,10 @@ class AdventurerBlock(nn.Module):
     def mix(self, h: torch.Tensor, padding: Padding | None = None) -> torch.Tensor:
         """The first half, the mixer with its residual: a new tensor of the shape of ``h``."""
         if padding is None:
-            y = self.mixer(with_heading(h, self.norm))[:, 1:]
+            u = with_heading(h, self.norm)
+            if runs(h) and type(self.mixer) is Mamba2Mixer and not hooked(self.mixer) and not self.drop_path.training:
+                return self.mixer.add_to(h, u)
+            y = self.mixer(u)[:, 1:]
         else:
             u = self.norm(h)
             real = padding.real[..., None].to(u.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,12 +14,12 @@ from jumbo_core import checks
 from jumbo_core.linear.inside import walk
 from jumbo_core.linear.running import runs
 from jumbo_core.linear.ssd import BACKENDS, chunk_for, ssd_scan
-from jumbo_core.linear.steps import accumulation_dtype
+from jumbo_core.linear.steps import accumulation_dtype, stretches
 from jumbo_core.modes import hooked
 
 # Tokens, over all samples, that go through the mixer at once at inference: what lies between its projections is then
 # small enough for caches, and for memory that is still at hand; a system's fresh pages cost as much as small operators.
-SPAN = 512
+SPAN = 1024
 
 
 class MixerState(NamedTuple):
@@ -149,43 +149,101 @@ class Mamba2Mixer(nn.Module):
             x = x.masked_fill(~mask[..., None], 0)
         if return_state and mask is not None and not bool(mask[:, -1].all()):
             raise ValueError("return_state needs sequences that end in real steps: pad them at the front")
-        span = x.shape[1]
-        if self._walks(x, self.in_proj, self.conv1d, self.out_proj):
-            span = max(SPAN // len(x), SPAN // 4)
-        if x.shape[1] <= span:
-            y, state = self._run(x, mask, state, return_state)
-        else:
-            y = None
-            for begin in range(0, x.shape[1], span):
-                part = slice(begin, begin + span)
-                of_part, state = self._run(x[:, part], None if mask is None else mask[:, part], state, True)
+        y = last = None
+        for part, of_part, after in self._parts(x, mask, state, return_state):
+            last = after
+            if of_part.shape[1] == x.shape[1]:
+                y = of_part
+            else:
                 y = of_part.new_empty(x.shape) if y is None else y
                 y[:, part] = of_part
-        return (y, state) if return_state else y
+        return (y, last) if return_state else y
+
+    def add_to(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """``h + mixer(x)[:, 1:]`` for x (B, L + 1, D) and h (B, L, D), which stays as it is: a block's first half.
+
+        The sum is taken while the part's outputs are in the cache, so that those of the sequence never lie in memory.
+        """
+        out = None
+        for part, y, _ in self._parts(x, None, None, False):
+            begin = max(part.start, 1)
+            rows, y = h[:, begin - 1 : part.stop - 1], y[:, begin - part.start :]
+            if out is None:
+                out = h.new_empty(h.shape, dtype=torch.result_type(h, y))
+            torch.add(rows, y, out=out[:, begin - 1 : part.stop - 1])
+        return out
+
+    def _parts(
+        self, x: torch.Tensor, mask: torch.Tensor | None, state: MixerState | None, go_on: bool
+    ) -> Iterator[tuple[slice, torch.Tensor, MixerState | None]]:
+        """Parts of a sequence one after the other, their outputs and the states after them."""
+        length, span = x.shape[1], x.shape[1]
+        if self._walks(x, self.in_proj, self.out_proj):
+            span = max(SPAN // len(x), SPAN // 4)
+        for part in stretches(length, span):
+            last = part.stop == length
+            of_mask = None if mask is None else mask[:, part]
+            y, state = self._run(x[:, part], of_mask, state, go_on or not last)
+            yield part, y, state
 
     def _run(
         self, x: torch.Tensor, mask: torch.Tensor | None, state: MixerState | None, go_on: bool
     ) -> tuple[torch.Tensor, MixerState | None]:
         """Outputs for a sequence or a part of one, padding in x set to 0; with ``go_on`` the state after it."""
+        if self._walks(x):
+            return self._run_in_chunks(x, mask, state, go_on)
         gate, xbc, dt = self._project(x)
         mixed = self._convolve(xbc, None if state is None else state.inputs)
-        y, ssm = (self._walk if self._walks(x) else self._scan)(gate, mixed, self._step_sizes(dt), mask, state)
+        y, ssm = self._scan(gate, mixed, self._step_sizes(dt), mask, state)
+        return self._out(y, mask), MixerState(self._window(xbc, state), ssm) if go_on else None
+
+    def _run_in_chunks(
+        self, x: torch.Tensor, mask: torch.Tensor | None, state: MixerState | None, go_on: bool
+    ) -> tuple[torch.Tensor, MixerState | None]:
+        """The same, convolution, scan, gate and norm chunk by chunk."""
+        before, inner = self.conv_kernel - 1, self.inner
+        if len(x) == 1 and self._multiplies_plainly(x):  # what came before stands above: nothing is copied for it
+            rows = x.new_empty(1, before + x.shape[1], self.in_proj.out_features)
+            torch.mm(x[0], self.in_proj.weight.t(), out=rows[0, before:])
+        else:
+            projected = self.in_proj(x)
+            rows = projected.new_empty(len(x), before + x.shape[1], projected.shape[2])
+            rows[:, before:] = projected
+        if state is None:
+            state = self.empty_state(len(x), dtype=rows.dtype)
+        xbc = rows[..., inner : -self.num_heads]
+        xbc[:, :before] = state.inputs
+        dt = self._step_sizes(rows[:, before:, -self.num_heads :])
+        dt = dt if mask is None else dt.masked_fill(~mask[..., None], 0)  # the end of padding's part in the state
+        chunk_size = chunk_for(x.shape, running=True) if self.chunk_size == "auto" else self.chunk_size
+        with torch.autocast(x.device.type, enabled=False):
+            y, ssm = walk(self, rows, dt, state.ssm.to(dt.dtype), chunk_size)
+        # A view of the last inputs would hold on to all of them.
+        state = MixerState(xbc[:, x.shape[1] :].clone(), ssm) if go_on else None
+        return self._out(y, mask), state
+
+    def _out(self, y: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         y = self.out_proj(y)
-        if mask is not None:
-            y = y.masked_fill(~mask[..., None], 0)
-        return y, MixerState(self._window(xbc, state), ssm) if go_on else None
+        return y if mask is None else y.masked_fill(~mask[..., None], 0)
 
     def _walks(self, x: torch.Tensor, *others: nn.Module) -> bool:
-        """Whether scan, gate and norm go chunk by chunk; nobody may wait for the norm or ``others`` to be called."""
-        free = not hooked(self.norm, *others)
+        """Whether all that lies between the projections goes chunk by chunk; nobody may wait for it to be called, nor
+        for ``others``."""
+        free = type(self.conv1d) is nn.Conv1d and not hooked(self.norm, self.conv1d, *others)
         return self.backend in ("auto", "torch") and runs(x) and len(x) > 0 and free
 
-    def _walk(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
-        ssm = (self.empty_state(len(gate), dtype=gate.dtype) if state is None else state).ssm
-        dt = dt if mask is None else dt.masked_fill(~mask[..., None], 0)  # the end of padding's part in the state
-        chunk_size = chunk_for(gate.shape, running=True) if self.chunk_size == "auto" else self.chunk_size
-        with torch.autocast(gate.device.type, enabled=False):
-            return walk(self, gate, mixed, dt, ssm.to(dt.dtype), chunk_size)
+    def _multiplies_plainly(self, x: torch.Tensor) -> bool:
+        """Whether the input projection may be multiplied by hand: a plain layer of the inputs' dtype, no autocast."""
+        layer = self.in_proj
+        return (
+            type(layer) is nn.Linear
+            and type(layer.weight) is nn.Parameter
+            and type(x) is torch.Tensor
+            and layer.bias is None
+            and layer.weight.dtype == x.dtype
+            and not hooked(layer)
+            and not torch.is_autocast_enabled("cpu")
+        )
 
     def _scan(self, gate, mixed, dt, mask, state) -> tuple[torch.Tensor, torch.Tensor]:
         inner, B, C = mixed.split([self.inner, self.d_state, self.d_state], dim=-1)
@@ -239,13 +297,7 @@ class Mamba2Mixer(nn.Module):
         length = xbc.shape[1]
         if before is not None:
             xbc = torch.cat([before.to(xbc.dtype), xbc], dim=1)
-        end, xbc = xbc.shape[1], xbc.transpose(1, 2)
-        if runs(xbc) and torch.backends.mkldnn.is_available() and not hooked(self.conv1d):
-            # The same convolution on rows as they lie: a picture of height 1, channels last.
-            weight, pad = self.conv1d.weight[:, :, None], (0, self.conv_kernel - 1)
-            out = F.conv2d(xbc[:, :, None], weight, self.conv1d.bias, padding=pad, groups=len(weight))[:, :, 0]
-            return F.silu(out[..., end - length : end], inplace=True).transpose(1, 2)
-        return F.silu(self.conv1d(xbc)[..., end - length : end]).transpose(1, 2)
+        return F.silu(self.conv1d(xbc.transpose(1, 2))[..., xbc.shape[1] - length : xbc.shape[1]]).transpose(1, 2)
 
     def _window(self, xbc: torch.Tensor, state: MixerState | None) -> torch.Tensor:
         """The last kernel - 1 inputs of the convolution, zeros where the sequence had not begun."""

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from jumbo_core import checks
 from jumbo_core.linear.backends import fused_backend, fused_scan
 from jumbo_core.linear.chunks import ChunkedScan, scan_chunks
+from jumbo_core.linear.opaque import scan as opaque_scan
+from jumbo_core.linear.opaque import stays_whole
 from jumbo_core.linear.running import runs
 from jumbo_core.linear.steps import accumulation_dtype
 from jumbo_core.modes import traced
@@ -56,7 +58,8 @@ def ssd_scan(
         y (b, L, H, P) in the dtype of x, and the state after the last step (b, H, P, N) in fp32 (fp64 for fp64).
         Decay and accumulation are fp32 at least, under autocast too.
 
-    torch.compile makes a graph per number of chunks, and an exported program has one length; the batch may vary.
+    At inference on CPUs torch.compile takes the scan for one operator; elsewhere it makes a graph per number of chunks.
+    An exported program has one length; the batch may vary.
 
     Raises:
         ValueError: shapes that do not fit (the sizes that clash are named), an unknown backend or one that cannot run;
@@ -66,7 +69,7 @@ def ssd_scan(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
     if chunk_size == "auto":
-        chunk_size = chunk_for(x.shape, running=runs(x))
+        chunk_size = chunk_for(x.shape, running=runs(x) or stays_whole(x))
     chunk_size = checks.integer("chunk_size", chunk_size)
     if mask is not None:
         # Where, not a product: padding may hold anything, and 0 * inf is no number.
@@ -80,6 +83,8 @@ def ssd_scan(
         if initial_state is None:
             b, _, heads, channels = x.shape
             initial_state = x.new_zeros(b, heads, channels, B.shape[-1], dtype=accumulation_dtype(x.dtype))
+        if stays_whole(x):
+            return opaque_scan(x, dt, A, B, C, D, initial_state.to(accumulation_dtype(x.dtype)), chunk_size)
         if traced():
             return _recorded_scan(x, dt, A, B, C, D, initial_state, chunk_size)
         if not torch.is_grad_enabled():  # autograd would count parameters as wanting gradients even so

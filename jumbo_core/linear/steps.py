@@ -6,6 +6,7 @@ Notation as in :mod:`~jumbo_core.linear.chunks`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,14 @@ FLOOR = {torch.float32: -60.0, torch.float64: -600.0}
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def stretches(length: int, size: int) -> Iterator[slice]:
+    """Steps 0 to ``length`` in stretches of ``size``; a rest below an eighth of that goes with the one before it."""
+    size = max(1, size)
+    ends = list(range(size, length - size // 8, size))
+    for begin, end in zip([0, *ends], [*ends, length], strict=True):
+        yield slice(begin, end)
 
 
 class Steps(NamedTuple):

@@ -64,6 +64,8 @@ PRESETS: dict[str, tuple[str, dict]] = {
     # Those of benchmarks.cifar, for photos of 32x32; timm's class where they are plain ViTs.
     **{f"cifar_jumbo_{d}": ("jumbo_tiny_patch16_224", CIFAR | dict(embed_dim=d, num_heads=d // 16)) for d in (32, 64)},
     "cifar_registers_64": ("vit_tiny_patch16_224", CIFAR | dict(embed_dim=64, num_heads=4, reg_tokens=16)),
+    # Jumbo-linear at the width of Jumbo-small and ViT-S; jumbo_adventurer_small has that of Adventurer-S, 512.
+    "jumbo_linear_384": ("jumbo_adventurer_small_patch16_224", dict(embed_dim=384)),
     # adventurer_tiny with the mixers of Transformers' Mamba-2 in place of ours.
     "transformers:mamba2": ("adventurer_tiny_patch16_224@transformers", {}),
 }

@@ -151,9 +151,9 @@ PIECES = (
         "linear",
         "Jumbo-linear-S in place of a ViT-B, up to 512x1024",
         "timm's vit_base_patch16, its position table made for the size, with fused attention and with scores as a "
-        f"tensor, against {JUMBO_LINEAR} (D=512, 12 blocks, J=6), as trained and after optimize_for_inference (int8); "
-        "one image, random weights: what is compared is time, not accuracy. The int8 form's memory has the packed "
-        "weights in it that the first call makes.",
+        f"tensor, against {JUMBO_LINEAR} (D=512 as Adventurer-S, 12 blocks, J=6) and the same with D=384 as Jumbo-S "
+        "and ViT-S, both as trained and after optimize_for_inference (int8); one image, random weights: what is "
+        "compared is time, not accuracy.",
         "scaling --preset vit_b --sizes 512 512x1024",
         "--seconds 3",
         targets.linear_targets,

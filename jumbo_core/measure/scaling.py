@@ -50,6 +50,8 @@ PRESETS = {
             "vit_b@materialised",
             "jumbo_adventurer_small_patch16_224",
             "jumbo_adventurer_small_patch16_224@int8",
+            "jumbo_linear_384",
+            "jumbo_linear_384@int8",
         ),
         ((512, 512), (512, 1024), (1024, 1024), (1024, 2048)),
         {"vit_b@materialised": 2048},

@@ -10,7 +10,12 @@ from jumbo_core.measure.turns import paired
 
 CIFAR_JUMBO, CIFAR_REGISTERS = "cifar_jumbo_32", "cifar_registers_64"
 JUMBO_LINEAR, VIT_B = "jumbo_adventurer_small_patch16_224", "vit_b"
-FORMS = {"": "", "@int8": ", int8 FFN and packed weights"}  # of Jumbo-linear
+LINEAR_FORMS = {  # what may be meant by Jumbo-linear-S: Adventurer-S is 512 wide, Jumbo-S and ViT-S 384
+    JUMBO_LINEAR: "D=512",
+    f"{JUMBO_LINEAR}@int8": "D=512, int8 FFN",
+    "jumbo_linear_384": "D=384",
+    "jumbo_linear_384@int8": "D=384, int8 FFN",
+}
 
 
 class Target(NamedTuple):
@@ -80,8 +85,8 @@ def accuracy_targets(results: dict[str, dict]) -> list[Target]:
 def linear_targets(results: dict[str, dict]) -> list[Target]:
     found, size = results.get("linear"), [512, 1024]
     return [
-        Target(f"512x1024, {attention} attention{text}", least, ratio(found, vit, JUMBO_LINEAR + form, size=size))
-        for form, text in FORMS.items()
+        Target(f"512x1024, {attention} attention, {text}", least, ratio(found, vit, form, size=size))
+        for form, text in LINEAR_FORMS.items()
         for attention, vit, least in (("fused", VIT_B, 3.5), ("materialised", f"{VIT_B}@materialised", 5))
     ]
 
@@ -93,8 +98,8 @@ def linear_large_targets(results: dict[str, dict]) -> list[Target]:
     over = f", {min(measured):,} to {max(measured):,} tokens" if measured else ""
     return [
         *(
-            Target(f"1024x2048, fused attention{text}", 6, ratio(large, VIT_B, JUMBO_LINEAR + form, size=[1024, 2048]))
-            for form, text in FORMS.items()
+            Target(f"1024x2048, fused attention, {text}", 6, ratio(large, VIT_B, form, size=[1024, 2048]))
+            for form, text in LINEAR_FORMS.items()
         ),
         Target("exponent of its time over tokens, all sizes", 1.1, slopes.get("ms"), at_most=True),
         Target(f"exponent of its peak memory over tokens{over}", 1.1, slopes.get("peak_MiB"), at_most=True),

@@ -71,11 +71,15 @@ def test_targets_are_read_from_the_rows_they_name():
         row(linear, [40.0, 44.0], size=[512, 1024], tokens=2048, ms={"median": 42.0}),
         row(ours, [10.0, 10.0], size=[512, 1024], tokens=2048, ms={"median": 10.0}, peak_MiB=5, GMAC=1),
         row(f"{ours}@int8", [8.0, 8.0], size=[512, 1024], tokens=2048, ms={"median": 8.0}),
+        row("jumbo_linear_384", [7.0, 7.0], size=[512, 1024], tokens=2048, ms={"median": 7.0}),
         row(ours, [1.0, 1.0], size=[512, 512], tokens=1024, ms={"median": 5.0}, peak_MiB=2.5, GMAC=1),
         row(linear, [9.0, 9.0], size=[512, 512], tokens=1024, ms={"median": 9.0}),
     ]}  # fmt: skip
-    assert [target.measured for target in targets.linear_targets({"linear": small})] == [4.2, 7.0, 5.25, 8.75]
-    assert [target.measured for target in targets.linear_large_targets({"linear": small})] == [None, None, 1.0, 1.0]
+    assert [target.measured for target in targets.linear_targets({"linear": small})] == [
+        *[4.2, 7.0, 5.25, 8.75, 6.0, 10.0],
+        *[None, None],
+    ]
+    assert [target.measured for target in targets.linear_large_targets({"linear": small})] == [*[None] * 4, 1.0, 1.0]
     tofu = {
         "rows": [dict(plan="paper", batch=1, kept_of_the_saving=0.8), dict(plan="mean", batch=8, kept_of_the_saving=1)]
     }

@@ -4,10 +4,12 @@ import copy
 import pickle
 
 import pytest
+import timm
 import torch
 from timm.layers import Mlp
 from torch import nn
 
+from jumbo_core import optimize_for_inference
 from jumbo_core.jumbo.mlp import TightMlp
 from jumbo_core.jumbo.packed import PackedLinear
 from tests.conftest import max_error
@@ -124,3 +126,10 @@ def test_inside_an_mlp_with_and_without_hooks():
         assert max_error(mlp(x), plain(x)) < 1e-5 and max_error(seen[0], plain.fc1(x)) < 1e-5
         compiled = torch.compile(mlp, backend="aot_eager")
         assert max_error(compiled(x), plain(x)) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "expected"), [("test_jumbo", True), ("test_jumbo_adventurer", False)])
+def test_who_gets_it(name, expected):
+    """Blocks with attention; linear ones take their products into memory of their own, which saves as much."""
+    model = optimize_for_inference(timm.create_model(name))
+    assert any(type(module) is PackedLinear for module in model.modules()) == expected

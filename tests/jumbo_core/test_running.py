@@ -1,5 +1,7 @@
 """The scan at inference: equal to the reference for any decay, batch, dtype and continuation; which form runs when."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -76,9 +78,49 @@ def test_samples_in_parts_equal_all_at_once(monkeypatch):
 def test_nobody_who_records_gets_it(forms):
     inputs = {name: t.float().requires_grad_() for name, t in scan_inputs(1, 40, 2, 4, 4).items()}
     ssd_scan(**inputs, chunk_size=16)
+    torch.compile(ssd_scan, backend="eager")(**inputs, chunk_size=16)
     with torch.no_grad():
-        torch.compile(ssd_scan, backend="eager")(**inputs, chunk_size=16)
+        torch.export.export(Scan(), (), inputs)
     assert not [form for form in forms if form != "pairs"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("mask", [False, True])
+def test_a_compiler_takes_it_for_one_operator_whatever_the_length(forms, dtype, mask):
+    """Two lengths of other numbers of chunks: the second makes lengths symbols, and no other graph follows."""
+    torch._dynamo.reset()
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=False):
+        counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+        scan = torch.compile(ssd_scan, backend=counter, fullgraph=True)
+        for length in (40, 200, 333, 70):
+            inputs = {name: t.to(dtype) for name, t in scan_inputs(2, length, 2, 4, 4).items()}
+            real = dict(mask=torch.rand(2, length) > 0.2) if mask else {}
+            forms.clear()
+            y, state = scan(**inputs, **real, chunk_size=16)
+            assert forms and "pairs" not in forms
+            expected, last = ssd_scan_reference(**{k: v.double() for k, v in inputs.items()}, **real)
+            assert y.dtype == dtype and state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+            limit = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2e-2}[dtype]
+            assert max_error(y.double(), expected) < limit * expected.abs().max().item()
+            assert max_error(state.double(), last) < limit * last.abs().max().item()
+    assert counter.frame_count <= 2
+
+
+def test_a_compiled_mixer_equals_its_own_operators():
+    mixer, x = Mamba2Mixer(32, d_state=8, head_dim=16).eval(), torch.randn(2, 150, 32)
+    expected = mixer(x).detach()
+    torch._dynamo.reset()
+    with torch.inference_mode():
+        assert max_error(torch.compile(mixer, fullgraph=True)(x), expected) < 1e-6
+        operator = torch.ops.jumbo_vit.scan.default
+    inputs = scan_inputs(1, 40, 2, 4, 4)
+    arguments = [inputs[name].float() for name in ("x", "dt", "A", "B", "C")]
+    torch.library.opcheck(operator, (*arguments, None, torch.zeros(1, 2, 4, 4), 16))
+
+
+class Scan(torch.nn.Module):
+    def forward(self, **inputs):
+        return ssd_scan(**inputs, chunk_size=16)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -117,9 +159,11 @@ def test_a_mixer_in_parts_equals_the_whole(batch, monkeypatch):
         assert max_error(mixer(x), whole[0]) < 1e-6 and seen == [70]
 
 
+@pytest.mark.parametrize("norm", [partial(torch.nn.RMSNorm, eps=1e-5), torch.nn.RMSNorm, torch.nn.LayerNorm])
 @pytest.mark.parametrize("batch", [0, 1, 3])
-def test_the_heading_in_parts(batch, monkeypatch):
-    norm, h = torch.nn.RMSNorm(16), torch.randn(batch, 21, 16)
+def test_the_heading_in_parts(batch, norm, monkeypatch):
+    norm, h = norm(16), torch.randn(batch, 21, 16)
+    torch.nn.init.normal_(norm.weight)
     expected = with_heading(h, norm).detach()
     monkeypatch.setattr("jumbo_core.linear.feed.TOKENS_AT_ONCE", 8)
     with torch.no_grad():
@@ -139,11 +183,13 @@ def test_hooks_on_the_inner_modules_are_called_at_inference():
     assert called == ["conv1d", "norm"]
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"norm_layer": torch.nn.LayerNorm}])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_feed_forward_network_in_parts(batch, monkeypatch):
+def test_the_feed_forward_network_in_parts(batch, options, monkeypatch):
     from timm.layers import SwiGLU
 
-    norm, mlp, h = torch.nn.RMSNorm(16), SwiGLU(16, 24).eval(), torch.randn(batch, 21, 16)
+    norm, mlp, h = torch.nn.RMSNorm(16, eps=1e-5), SwiGLU(16, 24, **options).eval(), torch.randn(batch, 21, 16)
+    torch.nn.init.normal_(norm.weight)
     expected = (h + mlp(norm(h))).detach()
     assert not feeds_in_parts(h, norm, mlp)  # gradients are on
     monkeypatch.setattr("jumbo_core.linear.feed.TOKENS_AT_ONCE", 8)

@@ -13,42 +13,23 @@ file.
 from __future__ import annotations
 
 import argparse
-import copy
 from collections.abc import Callable
 from importlib.metadata import version
 
 import tomesd
 import torch
-from diffusers import DDPMScheduler, UNet2DConditionModel
-from torch.nn import functional as F
+from diffusers import UNet2DConditionModel
 from tqdm import tqdm
 
 from benchmarks import outputs
 from hf_ext.diffusers import apply_tofu_to_unet
 from jumbo_core.measure import ResultFile, markdown_table, mean_spread
+from jumbo_core.measure.diffusion import UNETS, alias, make_unet, step_inputs
 from jumbo_core.measure.turns import spread, take_turns
 
-# What of SD 1.5's config.json differs from the class's defaults, and what matters here.
-SD15 = dict(
-    sample_size=64, in_channels=4, out_channels=4, block_out_channels=(320, 640, 1280, 1280), layers_per_block=2,
-    cross_attention_dim=768, attention_head_dim=8,
-    down_block_types=("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-    up_block_types=("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-)  # fmt: skip
-SMALL = SD15 | dict(sample_size=16, block_out_channels=(32, 64, 64, 64), norm_num_groups=8, cross_attention_dim=32)
-SCHEDULE = dict(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")  # SD 1.5's
+SD15, SMALL = UNETS["sd15_unet"], UNETS["test_unet"]
 OPS = ("average", "mlerp", "paper", "prune")
 TOMESD = f"tomesd {version('tomesd')}"
-
-
-def make_unet(config: dict) -> UNet2DConditionModel:
-    torch.manual_seed(0)
-    return UNet2DConditionModel(**config).eval().requires_grad_(False)
-
-
-def alias(unet: UNet2DConditionModel) -> UNet2DConditionModel:
-    """A copy that shares the weights and can be patched on its own."""
-    return copy.deepcopy(unet, {id(p): p for p in unet.parameters()})
 
 
 def contenders(ratio: float, seed: int) -> dict[str, Callable[[UNet2DConditionModel], object]]:
@@ -69,13 +50,9 @@ def contenders(ratio: float, seed: int) -> dict[str, Callable[[UNet2DConditionMo
 
 
 def arguments_of_call(unet: UNet2DConditionModel, batch: int, seed: int, timestep: int) -> tuple:
-    """(latents, timestep, prompt) of one step; with batch 2 the latents twice, as classifier-free guidance does."""
-    random, side = torch.Generator().manual_seed(seed), unet.config.sample_size
-    picture = F.interpolate(torch.randn(1, 4, side // 8, side // 8, generator=random), size=side, mode="bicubic")
-    noise = torch.randn(1, 4, side, side, generator=random)
-    latents = DDPMScheduler(**SCHEDULE).add_noise(picture, noise, torch.tensor([timestep]))
-    prompt = torch.randn(batch, 77, unet.config.cross_attention_dim, generator=random)
-    return latents.expand(batch, -1, -1, -1), torch.tensor(timestep), prompt
+    """(latents, timestep, prompt) of one step at the UNet's own size, see :func:`step_inputs`."""
+    side = unet.config.sample_size
+    return step_inputs(unet.config, (side, side), batch, seed=seed, timestep=timestep)
 
 
 def exactness(unet: UNet2DConditionModel, batch: int, ratio: float) -> dict:

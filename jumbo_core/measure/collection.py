@@ -119,7 +119,8 @@ def lead_of(content: dict, missing: list[str]) -> list[str]:
     lead = [
         f"{machine}, {where['cores']} cores, {settings['threads']} threads, torch {where['torch']}; {form}. Models "
         "have random weights. In each table all models take turns in one process, after each has shown finite outputs "
-        "of the right shape, the same in a second call, and, where it is a form of another model, that model's. Times "
+        "of the right shape, the same in a second call (near them where a table says that it draws at random) and, "
+        "where it is a form of another model, near that model's. Times "
         "are medians, in brackets the quartiles; ratios are paired within each round. Where a command has --processes, "
         "the rounds of so many processes are pooled: where memory comes to lie differs between them."
     ]

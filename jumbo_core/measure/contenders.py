@@ -3,11 +3,11 @@
 A name is ``MODEL`` or ``MODEL@option+option``. MODEL is any timm name, ours included, or one of :data:`PRESETS`. An
 option is one of :data:`~jumbo_core.measure.forms.OPTIONS`, or ``key=value`` for the model's constructor:
 ``jumbo_tiny_patch16_224@int8``, ``vit_base_patch16_224@materialised``, ``adventurer_tiny_patch16_224@embed_dim=192``.
+MODEL can be one of :data:`jumbo_core.measure.diffusion.UNETS` as well, with options of their own: ``sd15_unet@tofu``.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import math
 from dataclasses import dataclass
@@ -20,8 +20,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from jumbo_core import checks
+from jumbo_core.measure import diffusion
+from jumbo_core.measure.contract import Contender, check_flags, read_name
 from jumbo_core.measure.flops import count_parameters, multiply_adds
-from jumbo_core.measure.forms import DTYPES, OPTIONS, apply_forms, materialise_attention
+from jumbo_core.measure.forms import OPTIONS, apply_forms, materialise_attention
 from jumbo_core.models import registry
 from jumbo_core.models.surface import PatchModel
 
@@ -70,24 +72,15 @@ PRESETS: dict[str, tuple[str, dict]] = {
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One model of a comparison; made by :func:`contender`."""
+class TimmContender(Contender):
+    """A timm model that classifies images; ``arguments`` are of its constructor."""
 
-    text: str  # as given
-    timm_name: str
-    arguments: dict
-    options: tuple[str, ...]
-    image_size: tuple[int, int]
+    timm_name: str = ""
 
     def build(self, dtype: str = "float32", device: str = "cpu", *, plain: bool = False) -> nn.Module:
-        """The model in eval mode with random weights, the same at every call.
+        """As :meth:`Contender.build`.
 
         Weights that start at zero (heads, residual branches of some recipes) get values: zero times anything is right.
-
-        Args:
-            dtype: of the whole model, one of :data:`DTYPES`.
-            device: "cpu" or "cuda".
-            plain: without options and in fp32, to compare with.
         """
         torch.manual_seed(0)
         model = self._create().eval()
@@ -100,13 +93,25 @@ class Contender:
                 nn.init.ones_(parameter)
         return model.to(device) if plain else apply_forms(model, self.options, dtype, device, self.text)
 
-    def arrange(self, images: torch.Tensor) -> torch.Tensor:
-        """Images in the memory order that the model wants."""
-        return images.contiguous(memory_format=torch.channels_last) if "channels-last" in self.options else images
+    def inputs(self, batch: int, dtype: str = "float32", device: str = "cpu") -> tuple[torch.Tensor]:
+        """Random images (batch, 3, H, W)."""
+        images = torch.randn(batch, 3, *self.image_size, generator=torch.Generator().manual_seed(1))
+        images = images.to(device, getattr(torch, dtype))
+        if "channels-last" in self.options:
+            images = images.contiguous(memory_format=torch.channels_last)
+        return (images,)
 
-    def tolerance(self, dtype: str) -> float:
-        """Relative L2 distance of the logits from the plain model's that is let pass; 0: nothing to compare."""
-        return sum(OPTIONS[option] for option in self.options) + DTYPES[dtype]
+    def output_shape(self, model: nn.Module, batch: int) -> tuple[int, int]:
+        """Logits, or features where there are no classes."""
+        return batch, model.num_classes or model.num_features
+
+    def warm_up(self) -> None:
+        for name, options in (("test_vit", dict(img_size=32)), ("test_jumbo_adventurer", {})):
+            timm.create_model(name, **options).eval()(torch.randn(1, 3, 32, 32))
+
+    @property
+    def moves(self) -> float:
+        return sum(OPTIONS[option] for option in self.options)
 
     @cached_property
     def parameters(self) -> int:
@@ -115,7 +120,7 @@ class Contender:
 
     @cached_property
     def multiply_adds(self) -> int | None:
-        """Of one image: closed forms for our models, counted by torch without fused attention for others.
+        """Closed forms for our models, counted by torch without fused attention for others.
 
         None with Transformers' mixers, whose scan multiplies outside the operations that a counter sees.
         """
@@ -129,11 +134,6 @@ class Contender:
         with FlopCounterMode(display=False) as counter, torch.inference_mode():
             model(image)
         return counter.get_total_flops() // 2
-
-    @property
-    def tokens(self) -> int:
-        """Patches of 16x16 pixels in an image, whatever the model makes of them."""
-        return self.image_size[0] * self.image_size[1] // 256
 
     def _create(self) -> nn.Module:
         arguments = dict(self.arguments)
@@ -151,29 +151,19 @@ def contender(text: str, image_size=224) -> Contender:
     Raises:
         ValueError: a model or an option that does not exist; the message lists what does.
     """
-    name, _, options = text.partition("@")
-    timm_name, arguments = PRESETS.get(name, (name, {}))
+    name, arguments, flags = read_name(text)
+    size = checks.pair("image_size", image_size)
+    if name in diffusion.UNETS:
+        return diffusion.unet_contender(text, size)
+    timm_name, given = PRESETS.get(name, (name, {}))
     timm_name, _, more = timm_name.partition("@")
     if not is_model(timm_name):
-        close = difflib.get_close_matches(name, [*PRESETS, *timm.list_models()], 5)
+        known = [*PRESETS, *diffusion.UNETS]
+        close = difflib.get_close_matches(name, [*known, *timm.list_models()], 5)
         raise ValueError(
-            f"no model {name!r}: a timm name (timm.list_models()) or one of {', '.join(PRESETS)}"
+            f"no model {name!r}: a timm name (timm.list_models()) or one of {', '.join(known)}"
             + (f"; near: {', '.join(close)}" if close else "")
         )
-    arguments, known = dict(arguments), [option for option in more.split("+") if option]
-    for option in filter(None, options.split("+")) if options else ():
-        key, is_pair, value = option.partition("=")
-        if is_pair:
-            try:
-                arguments[key] = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                arguments[key] = value
-        elif option in OPTIONS:
-            known.append(option)
-        else:
-            raise ValueError(
-                f"unknown option {option!r} of {text!r}: use {', '.join(OPTIONS)}, or key=value for the constructor"
-            )
-    if "@" in text and not options:
-        raise ValueError(f"{text!r} ends in @ without an option: use {', '.join(OPTIONS)}, or key=value")
-    return Contender(text, timm_name, arguments, tuple(dict.fromkeys(known)), checks.pair("image_size", image_size))
+    check_flags(text, flags, OPTIONS, "the constructor")
+    options = tuple(dict.fromkeys(filter(None, [more, *flags])))
+    return TimmContender(text, given | arguments, options, size, timm_name)

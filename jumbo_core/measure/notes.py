@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from jumbo_core.measure.page import Section, source_of
-from jumbo_core.measure.pieces import Target
+from jumbo_core.measure.targets import Target
 
 _LOW_LATENCY = (
     "at small batches int8 by five of torch's operators (the table in "
@@ -66,6 +66,13 @@ EVIDENCE = (
         "tofu_diffusion",
         "Token fusion in Stable Diffusion's UNet against tomesd",
         "A UNet of SD 1.5's shape with random weights, ratio 0.5.",
+    ),
+    (
+        "series_speed",
+        "Training: series models against the ViT with 16 registers and tsai's PatchTST",
+        "Equal width, depth and heads; a step is forward, squared error, backward and AdamW on 32 windows of 7 "
+        "channels, look-back 336, horizon 96. Peak memory is what the first step takes beyond weights and windows: "
+        "activations, gradients, AdamW's moments.",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What the report measures: its tables, each one command of ``python -m jumbo_core.measure``, and their targets."""
+"""What the report measures: its tables, each one command of ``python -m jumbo_core.measure``, with their targets."""
 
 from __future__ import annotations
 
@@ -6,40 +6,8 @@ import shlex
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jumbo_core.measure.scaling import exponents
-from jumbo_core.measure.turns import paired
-
-CIFAR_JUMBO, CIFAR_REGISTERS = "cifar_jumbo_32", "cifar_registers_64"
-JUMBO_LINEAR, VIT_B = "jumbo_adventurer_small_patch16_224", "vit_b"
-LINEAR_FORMS = {  # what may be meant by Jumbo-linear-S: Adventurer-S is 512 wide, Jumbo-S and ViT-S 384
-    JUMBO_LINEAR: "D=512",
-    f"{JUMBO_LINEAR}@int8": "D=512, int8 FFN",
-    "jumbo_linear_384": "D=384",
-    "jumbo_linear_384@int8": "D=384, int8 FFN",
-}
-
-
-class Target(NamedTuple):
-    """A figure that must be at least (or at most) so large; ``measured`` None: this run has no such figure."""
-
-    what: str
-    wanted: float
-    measured: float | None
-    at_most: bool = False
-
-    @property
-    def met(self) -> bool | None:
-        if self.measured is None:
-            return None
-        return self.measured <= self.wanted if self.at_most else self.measured >= self.wanted
-
-    def cells(self) -> list[str]:
-        """What, target, measured, verdict; a missed target says by how much."""
-        sign = "at most" if self.at_most else "at least"
-        if self.measured is None:
-            return [self.what, f"{sign} {self.wanted:g}", "-", "not measured in this run"]
-        verdict = "met" if self.met else f"missed by {100 * abs(self.measured / self.wanted - 1):.1f} %"
-        return [self.what, f"{sign} {self.wanted:g}", f"{self.measured:.3g}", verdict]
+from jumbo_core.measure import targets
+from jumbo_core.measure.targets import CIFAR_JUMBO, CIFAR_REGISTERS, JUMBO_LINEAR, Target
 
 
 class Piece(NamedTuple):
@@ -77,90 +45,6 @@ def override(words: list[str], others: list[str]) -> list[str]:
     return [word for key, values in options.items() for word in ([key] if key else []) + values]
 
 
-def ratio(result: dict | None, slow: str, fast: str, **where) -> float | None:
-    """How many times as fast as ``slow`` ``fast`` is, paired by round, in the rows that have ``where``."""
-    rows = {row["model"]: row for row in (result or {}).get("rows", ()) if all(row[k] == v for k, v in where.items())}
-    if slow not in rows or fast not in rows:
-        return None
-    return paired(rows[slow]["rounds_ms"], rows[fast]["rounds_ms"])["median"]
-
-
-def registers_targets(size: str) -> Callable[[dict], list[Target]]:
-    baseline, jumbo = f"vit_registers_{size}", f"jumbo_{size}_patch16_224"
-
-    def targets(results: dict[str, dict]) -> list[Target]:
-        found = results.get(f"registers_{size}")
-        low_latency = f"Jumbo-{size}, int8 FFN, against the ViT"
-        return [
-            Target(
-                f"Jumbo-{size} as published against the ViT, batch 32", 0.97, ratio(found, baseline, jumbo, batch=32)
-            ),
-            Target(f"{low_latency}, batch 8", 0.95, ratio(found, baseline, f"{jumbo}@int8", batch=8)),
-            Target(f"{low_latency}, batch 1", 0.85, ratio(found, baseline, f"{jumbo}@int8", batch=1)),
-        ]
-
-    return targets
-
-
-def parameters_targets(size: str) -> Callable[[dict], list[Target]]:
-    def targets(results: dict[str, dict]) -> list[Target]:
-        found = ratio(results.get(f"parameters_{size}"), f"vit_wide_{size}", f"jumbo_{size}_patch16_224", batch=8)
-        return [Target(f"Jumbo-{size} against the ViT of its parameters, batch 8 (the paper's figure)", 1.7, found)]
-
-    return targets
-
-
-def accuracy_targets(results: dict[str, dict]) -> list[Target]:
-    found, text = results.get("accuracy"), "Jumbo of width 32 against the ViT of width 64"
-    return [  # the paper's figure, of throughput: large batches
-        Target(f"{text}, batch {n} (the paper's figure)", 1.9, ratio(found, CIFAR_REGISTERS, CIFAR_JUMBO, batch=n))
-        for n in (32, 128)
-    ]
-
-
-def linear_targets(results: dict[str, dict]) -> list[Target]:
-    found, size = results.get("linear"), [512, 1024]
-    return [
-        Target(f"512x1024, {attention} attention, {text}", least, ratio(found, vit, form, size=size))
-        for form, text in LINEAR_FORMS.items()
-        for attention, vit, least in (("fused", VIT_B, 3.5), ("materialised", f"{VIT_B}@materialised", 5))
-    ]
-
-
-def linear_large_targets(results: dict[str, dict]) -> list[Target]:
-    small, large = results.get("linear"), results.get("linear_large")
-    rows = [row for found in (small, large) if found for row in found["rows"]]
-    slopes, measured = exponents(rows, JUMBO_LINEAR), [row["tokens"] for row in rows if row.get("peak_MiB")]
-    over = f", {min(measured):,} to {max(measured):,} tokens" if measured else ""
-    return [
-        *(
-            Target(f"1024x2048, fused attention, {text}", 6, ratio(large, VIT_B, form, size=[1024, 2048]))
-            for form, text in LINEAR_FORMS.items()
-        ),
-        Target("exponent of its time over tokens, all sizes", 1.1, slopes.get("ms"), at_most=True),
-        Target(f"exponent of its peak memory over tokens{over}", 1.1, slopes.get("peak_MiB"), at_most=True),
-    ]
-
-
-def scan_targets(results: dict[str, dict]) -> list[Target]:
-    found = results.get("scan")
-    return [Target("scan against Transformers at its best chunk", 3.5, found and found["ratio"])]
-
-
-def block_targets(results: dict[str, dict]) -> list[Target]:
-    rows = (results.get("block") or {}).get("rows", ())
-    found = {row["width"]: row["ratio"] for row in rows}
-    text = "time over that of its linear layers' products"
-    return [Target(f"{text}, width of {name}", 1.3, found.get(name), at_most=True) for name in ("small", "base")]
-
-
-def tofu_targets(results: dict[str, dict]) -> list[Target]:
-    rows = (results.get("tofu") or {}).get("rows", ())
-    kept = {row["batch"]: row["kept_of_the_saving"] for row in rows if row["plan"] == "paper"}
-    text = "share of the multiply-adds saved that comes out as time, the paper's plan"
-    return [Target(f"{text}, batch {batch}", 0.85, kept.get(batch)) for batch in (1, 8)]
-
-
 def registers_piece(size: str, rounds: str) -> Piece:
     jumbo = f"jumbo_{size}_patch16_224"
     return Piece(
@@ -170,7 +54,7 @@ def registers_piece(size: str, rounds: str) -> Piece:
         "token stands in place of those 17 tokens. int8 and bf16 are the low-latency forms of the shared FFN.",
         f"speed vit_registers_{size} {jumbo} {jumbo}@int8 {jumbo}@bf16 --batch 1 8 32 --no-memory {rounds}",
         "--processes 3 --seconds 2",
-        registers_targets(size),
+        targets.registers_targets(size),
     )
 
 
@@ -182,7 +66,18 @@ def parameters_piece(size: str) -> Piece:
         f"speed vit_wide_{size} jumbo_{size}_patch16_224 jumbo_{size}_patch16_224@int8 --batch 1 8 --no-memory "
         "--processes 3 --seconds 10",
         "--processes 1 --seconds 5",
-        parameters_targets(size),
+        targets.parameters_targets(size),
+    )
+
+
+def training_piece(name: str, size: str, rounds: str, quick: str | None) -> Piece:
+    return Piece(
+        name,
+        f"Training: Jumbo-{size} against the ViT with 16 registers",
+        "One step is forward, cross-entropy, backward and AdamW; drop path off in all. Peak memory is that of the "
+        "first step beyond the weights: activations, gradients, AdamW's moments.",
+        f"speed vit_registers_{size} jumbo_{size}_patch16_224 --train {rounds}",
+        quick,
     )
 
 
@@ -196,7 +91,7 @@ PIECES = (
         f"speed {CIFAR_REGISTERS} {CIFAR_JUMBO} cifar_jumbo_64 --batch 1 32 128 --image-size 32 --no-memory "
         "--processes 7",
         "--processes 3 --repeats 7",
-        accuracy_targets,
+        targets.accuracy_targets,
     ),
     parameters_piece("tiny"),
     parameters_piece("small"),
@@ -235,7 +130,7 @@ PIECES = (
         "Batch 1, 24 heads of 64 channels, 64 states, fp32.",
         "scan",
         "--repeats 7",
-        scan_targets,
+        targets.scan_targets,
     ),
     Piece(
         "block",
@@ -243,7 +138,7 @@ PIECES = (
         "An AdventurerBlock (norm, mixer, residual, SwiGLU, residual) on 2,048 tokens, fp32.",
         "block",
         "--repeats 7",
-        block_targets,
+        targets.block_targets,
     ),
     Piece(
         "mamba2",
@@ -261,7 +156,7 @@ PIECES = (
         "compared is time, not accuracy.",
         "scaling --preset vit_b --sizes 512 512x1024",
         "--seconds 3",
-        linear_targets,
+        targets.linear_targets,
     ),
     Piece(
         "linear_large",
@@ -269,7 +164,7 @@ PIECES = (
         "As above, larger; few rounds, since one of ViT-B takes half a minute.",
         "scaling --preset vit_b --sizes 1024 1024x2048 --repeats 3",
         "--no-memory --seconds 1",
-        linear_large_targets,
+        targets.linear_large_targets,
     ),
     Piece(
         "width256",
@@ -284,17 +179,11 @@ PIECES = (
         "r = 16 tokens leave in every block.",
         "tofu --batch 8 1",
         "--repeats 3",
-        tofu_targets,
+        targets.tofu_targets,
         on_cuda=False,
     ),
-    Piece(
-        "training_jumbo",
-        "Training: Jumbo-tiny against the ViT with 16 registers",
-        "One step is forward, cross-entropy, backward and AdamW; drop path off in all. Peak memory is that of the "
-        "first step beyond the weights: activations, gradients, AdamW's moments.",
-        "speed vit_registers_tiny jumbo_tiny_patch16_224 --train --batch 8 32 --seconds 20",
-        "--batch 8 --seconds 4",
-    ),
+    training_piece("training_jumbo", "tiny", "--batch 8 32 --seconds 20", "--batch 8 --seconds 4"),
+    training_piece("training_jumbo_small", "small", "--batch 8 --seconds 30", None),
     Piece(
         "training_linear",
         "Training: linear models against a ViT of their width",
@@ -302,5 +191,14 @@ PIECES = (
         "speed vit_registers_256 adventurer_tiny_patch16_224 jumbo_adventurer_tiny_patch16_224 --train --batch 2 "
         "--image-size 512 --seconds 30",
         "--seconds 4",
+    ),
+    Piece(
+        "diffusion",
+        "Token fusion in Stable Diffusion's UNet, by name",
+        "One denoising step of a UNet of SD 1.5's shape with random weights: latents of 64x64, two prompts of 77 "
+        "tokens, half of the tokens fused at the finest resolution. Few rounds, for one takes half a "
+        "minute on two cores.",
+        "speed sd15_unet sd15_unet@tomesd sd15_unet@tofu --batch 2 --image-size 512 --repeats 3 --no-memory",
+        None,
     ),
 )

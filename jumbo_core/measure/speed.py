@@ -13,7 +13,9 @@ import torch
 
 from jumbo_core import checks
 from jumbo_core.measure import artefacts
-from jumbo_core.measure.contenders import Contender, contender
+from jumbo_core.measure.contenders import contender
+from jumbo_core.measure.contract import Contender
+from jumbo_core.measure.diffusion import FUSIONS, UNETS
 from jumbo_core.measure.forms import DTYPES, OPTIONS
 from jumbo_core.measure.memory import peak_memory, peak_memory_cuda
 from jumbo_core.measure.report import command_line, environment, markdown_table
@@ -46,8 +48,8 @@ def measure(
 
     Args:
         models: names, see :mod:`jumbo_core.measure.contenders`; ratios are to the first.
-        batches: images at a time.
-        image_size: int or (H, W).
+        batches: images at a time; for UNets, calls at once.
+        image_size: int or (H, W); UNets take latents of an eighth.
         repeats: timed rounds, at least 2.
         threads: of torch.
         dtype: of the models, one of float32, bfloat16, float16; for training bfloat16 means autocast.
@@ -61,10 +63,12 @@ def measure(
     Returns:
         JSON-ready dict; one of "rows" per batch and model. "ms" and "times_first" have median and quartiles, the latter
         paired within each round. "peak_MiB" is what a call takes beyond weights and images; in training the first step,
-        so that gradients and AdamW's moments count.
+        so that gradients and AdamW's moments count. "distance" is the output's from the plain fp32 model's, relative
+        L2, 0 for that model itself; "repeat", of models that draw at random alone, that between two calls.
 
     Raises:
         ValueError: a name or setting that does not exist (the message lists what does), or two models of one name.
+        ImportError: an option that needs another library; the message names the extra.
         RuntimeError: a model that does not pass the gate, see :mod:`jumbo_core.measure.steps`.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,20 +108,22 @@ def compare(
     """Rows of :func:`measure` for one batch size; ``seconds`` cuts the rounds to what they may take, at least 3."""
     make = training if train else inference
     calls = {one.text: make(one, batch, dtype, device) for one in contenders}
-    distances, took = {}, 0.0
+    checked, took = {}, 0.0
     for one in contenders:
         if train:
             took += check_training(one, calls[one.text])
         else:
-            distances[one.text], second = check_inference(one, calls[one.text], dtype, device)
-            took += second
+            checked[one.text] = check_inference(one, calls[one.text], batch, dtype, device)
+            took += checked[one.text].seconds
     rounds = repeats if seconds == math.inf else max(3, int(min(seconds / took, repeats)))
     times = take_turns(calls, rounds, warmup=1 if took < 5 else 0, device=device)  # the gate warmed up slow ones
     first, rows = times[contenders[0].text], []
     for one in contenders:
         row = describe(one, batch) | timed(batch, first, times[one.text])
         if not train:
-            row["distance"] = float(f"{distances[one.text]:.2g}")
+            row["distance"] = float(f"{checked[one.text].distance:.2g}")
+            if one.repeat_tolerance(batch):
+                row["repeat"] = float(f"{checked[one.text].repeat:.2g}")
         if memory:
             row["peak_MiB"] = round(peak(one, calls[one.text], batch, dtype, device, train, threads), 1)
         rows.append(row)
@@ -188,13 +194,20 @@ def peak(one: Contender, call, batch: int, dtype: str, device: str, train: bool,
 
 
 def table(result: dict) -> str:
-    """The result as markdown; columns that no row has are left out."""
+    """The result as markdown; columns that no row has are left out. Below it, what draws at random."""
     rows = result["rows"]
     memory, distance = any("peak_MiB" in row for row in rows), any(row.get("distance") for row in rows)
     header = ["batch", "model", "parameters (M)", "GMAC", "ms per step" if result["train"] else "ms", "images/s"]
     header += [f"times the speed of {rows[0]['model']}"]
-    header += ["peak memory (MiB)"] * memory + ["logits off fp32 by"] * distance
-    return markdown_table(header, [_cells(row, memory, distance) for row in rows])
+    header += ["peak memory (MiB)"] * memory + ["output off fp32 by"] * distance
+    text = markdown_table(header, [_cells(row, memory, distance) for row in rows])
+    for row in rows:
+        if "repeat" in row:
+            text += (
+                f"\n\n{row['model']}, batch {row['batch']}, draws at random in every call: two calls were "
+                f"{100 * row['repeat']:.1g} % of the output's norm apart."
+            )
+    return text
 
 
 def _cells(row: dict, memory: bool, distance: bool) -> list[str]:
@@ -239,10 +252,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "models",
         nargs="+",
         help=f"MODEL or MODEL@option+option, for example jumbo_tiny_patch16_224@int8; options: {', '.join(OPTIONS)}, "
-        "or key=value for the constructor; ratios are to the first",
+        f"or key=value for the constructor. Of diffusers: {' and '.join(UNETS)}, with {' or '.join(FUSIONS)} and "
+        "key=value for its arguments (sd15_unet@tofu+ratio=0.25), needing the extra diffusion. Ratios are to the first",
     )
     parser.add_argument("--batch", type=artefacts.at_least(1), nargs="+", default=[1], help="batch sizes (default 1)")
-    parser.add_argument("--image-size", type=artefacts.size, default=(224, 224), help="N or HxW (default 224)")
+    parser.add_argument(
+        "--image-size",
+        type=artefacts.size,
+        default=(224, 224),
+        help="N or HxW (default 224); UNets: latents are an eighth",
+    )
     parser.add_argument("--repeats", type=artefacts.at_least(2), default=15, help="timed rounds (default 15)")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="cut rounds to about so many a process, at least 3 rounds"

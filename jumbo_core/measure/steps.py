@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
-import timm
 import torch
 from torch import nn
 
-from jumbo_core.measure.contenders import Contender, contender
+from jumbo_core.measure.contenders import contender
+from jumbo_core.measure.contract import Contender
 from jumbo_core.measure.forms import DTYPES, OPTIMISED
 
 
@@ -19,7 +20,7 @@ def check_options(contenders: list[Contender], dtype: str, device: str, train: b
     """Refuse what cannot be timed, before anything is built.
 
     Raises:
-        ValueError: an unknown dtype or device, a form for inference that is to be trained, fp16 training.
+        ValueError: an unknown dtype or device, a form for inference or a UNet that is to be trained, fp16 training.
         RuntimeError: CUDA without a device.
     """
     if dtype not in DTYPES:
@@ -33,16 +34,13 @@ def check_options(contenders: list[Contender], dtype: str, device: str, train: b
     for one in contenders:
         if train and set(one.options) & set(OPTIMISED):
             raise ValueError(f"{one.text}: {', '.join(OPTIMISED)} are forms for inference; drop them to time training")
-
-
-def random_images(batch: int, size: tuple[int, int], device: str = "cpu") -> torch.Tensor:
-    return torch.randn(batch, 3, *size, generator=torch.Generator().manual_seed(1)).to(device)
+        if train and one.not_trained:
+            raise ValueError(f"{one.text}: {one.not_trained}")
 
 
 def inference(one: Contender, batch: int, dtype: str = "float32", device: str = "cpu") -> Callable[[], torch.Tensor]:
-    """A call ready to run: images (batch, 3, H, W) through the model, in eval mode."""
-    images = one.arrange(random_images(batch, one.image_size, device).to(getattr(torch, dtype)))
-    return partial(one.build(dtype, device), images)
+    """A call ready to run: inputs of ``batch`` images through the model, in eval mode."""
+    return partial(one.build(dtype, device), *one.inputs(batch, dtype, device))
 
 
 def training(one: Contender, batch: int, dtype: str = "float32", device: str = "cpu") -> Callable[[], torch.Tensor]:
@@ -52,7 +50,7 @@ def training(one: Contender, batch: int, dtype: str = "float32", device: str = "
     """
     with torch.inference_mode(False):
         model = one.build(device=device).train()
-        images = one.arrange(random_images(batch, one.image_size, device))
+        (images,) = one.inputs(batch, device=device)
         if not model.num_classes:
             raise ValueError(f"{one.text}: training needs classes, got num_classes=0")
         labels = torch.arange(batch, device=device) % model.num_classes
@@ -76,49 +74,68 @@ def prepared(text: str, size: tuple[int, int], batch: int, dtype: str, train: bo
 
     Libraries load their workspaces on other, small models.
     """
-    warm, image = timm.create_model("test_jumbo_adventurer").eval(), torch.randn(1, 3, 32, 32)
-    timm.create_model("test_vit", img_size=32).eval()(image)
-    warm(image)
-    make = training if train else inference
-    return make(contender(text, size), batch, dtype)
+    one, make = contender(text, size), training if train else inference
+    one.warm_up()
+    return make(one, batch, dtype)
+
+
+class Checked(NamedTuple):
+    """What the gate of :func:`check_inference` found.
+
+    distance: relative L2 distance of the output from the plain fp32 model's, 0 for the plain model itself.
+    repeat: that between two calls; 0 where they must be the same. seconds: about how many a call takes.
+    """
+
+    distance: float
+    repeat: float
+    seconds: float
 
 
 @torch.inference_mode()
-def check_inference(one: Contender, call: partial, dtype: str, device: str) -> tuple[float, float]:
-    """Logits are finite, of the right shape and the same in a second call; forms agree with the plain fp32 model.
+def check_inference(one: Contender, call: partial, batch: int, dtype: str, device: str) -> Checked:
+    """The output is finite, of the right shape and the same in a second call; forms agree with the plain fp32 model.
 
-    Returns:
-        Relative L2 distance from the logits of the plain fp32 model, 0 for the plain model itself; and about how many
-        seconds a call takes.
+    A form that draws at random in every call says how far two calls may be apart.
 
     Raises:
         RuntimeError: they are not, or do not.
     """
-    (images,) = call.args
-    logits = call()
+    output = call()
     start = time.perf_counter()
     again = call()
-    same = torch.equal(logits, again) if device == "cpu" else torch.allclose(logits, again, rtol=1e-3, atol=1e-3)
     seconds = time.perf_counter() - start
-    classes = call.func.num_classes
-    shape = (len(images), classes) if classes else (len(images), call.func.num_features)
-    if tuple(logits.shape) != shape or not logits.isfinite().all():
-        raise RuntimeError(f"{one.text}: logits {tuple(logits.shape)} must be finite and {shape}; nothing was timed")
-    if not same:
-        raise RuntimeError(f"{one.text}: a second call gives other logits; nothing was timed")
+    shape = one.output_shape(call.func, batch)
+    if tuple(output.shape) != shape or not output.isfinite().all():
+        raise RuntimeError(f"{one.text}: output {tuple(output.shape)} must be finite and {shape}; nothing was timed")
+    repeat, allowed = 0.0, one.repeat_tolerance(batch)
+    if allowed:
+        repeat = _apart(again, output)
+        if not repeat <= allowed:
+            raise RuntimeError(
+                f"{one.text}: it draws at random, but two calls are apart by {repeat:.1e} of their norm, more than "
+                f"{allowed:.0e}; nothing was timed"
+            )
+    elif not (torch.equal if device == "cpu" else partial(torch.allclose, rtol=1e-3, atol=1e-3))(output, again):
+        raise RuntimeError(f"{one.text}: a second call gives another output; nothing was timed")
     tolerance = one.tolerance(dtype)
     if not tolerance:
-        return 0.0, seconds
+        return Checked(0.0, repeat, seconds)
     if device == "cuda":
         tolerance = max(tolerance, 5e-3)  # convolutions there run in TF32, and differ by the algorithm
-    expected = one.build(device=device, plain=True)(images.float())
-    distance = ((logits.float() - expected).norm() / expected.norm()).item()
+    inputs = (x.float() if x.is_floating_point() else x for x in call.args)
+    distance = _apart(output, one.build(device=device, plain=True)(*inputs))
     if not distance <= tolerance:
         raise RuntimeError(
-            f"{one.text}: logits are off those of the plain fp32 model by {distance:.1e} of their norm, more than "
+            f"{one.text}: its output is off that of the plain fp32 model by {distance:.1e} of its norm, more than "
             f"{tolerance:.0e}; nothing was timed"
         )
-    return distance, seconds
+    return Checked(distance, repeat, seconds)
+
+
+def _apart(output: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 distance; NaN where either is not finite, which no limit lets pass."""
+    expected = expected.float()
+    return ((output.float() - expected).norm() / expected.norm()).item()
 
 
 def check_training(one: Contender, step: Callable[[], torch.Tensor]) -> float:

@@ -9,16 +9,17 @@ import pytest
 import torch
 
 from jumbo_core.measure import __main__ as command
-from jumbo_core.measure import collection, notes, page, pieces
+from jumbo_core.measure import collection, notes, page, pieces, targets
 from jumbo_core.measure.commands import make_parser
 from jumbo_core.measure.contenders import contender
 from jumbo_core.measure.pictures import PICTURES
-from jumbo_core.measure.pieces import PIECES, Piece, Target
+from jumbo_core.measure.pieces import PIECES, Piece
+from jumbo_core.measure.targets import Target
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 SMALL = (
     Piece("one", "First", "Text.", "speed test_vit test_jumbo@patch_size=16 --image-size 32 --no-memory", "--repeats 2",
-          lambda results: [Target("a ratio", 0.0, pieces.ratio(results["one"], "test_vit", "test_vit", batch=1)),
+          lambda results: [Target("a ratio", 0.0, targets.ratio(results["one"], "test_vit", "test_vit", batch=1)),
                            Target("more", 9.0, 3.0), Target("of another table", 1.0, None)]),
     Piece("two", "Second", "", "scaling test_vit test_jumbo@patch_size=16 --sizes 32 64 --no-memory", "--repeats 2"),
     Piece("cpu", "Third", "", "scan", "", on_cuda=False),
@@ -56,15 +57,15 @@ def test_commands_parse_and_name_models_that_exist(piece):
 
 def test_every_piece_has_a_name_of_its_own_and_targets_of_nothing_are_unmeasured():
     assert len({piece.name for piece in PIECES}) == len(PIECES)
-    targets = [target for piece in PIECES for target in piece.targets({})]
-    assert len(targets) > 10 and all(target.met is None for target in targets)
+    found = [target for piece in PIECES for target in piece.targets({})]
+    assert len(found) > 10 and all(target.met is None for target in found)
 
 
 def test_targets_are_read_from_the_rows_they_name():
     def row(model, rounds, **where):
         return {"model": model, "rounds_ms": rounds, **where}
 
-    linear, ours = pieces.VIT_B, pieces.JUMBO_LINEAR
+    linear, ours = targets.VIT_B, targets.JUMBO_LINEAR
     small = {"rows": [
         row(f"{linear}@materialised", [60.0, 80.0], size=[512, 1024], tokens=2048, ms={"median": 70.0}),
         row(linear, [40.0, 44.0], size=[512, 1024], tokens=2048, ms={"median": 42.0}),
@@ -74,22 +75,22 @@ def test_targets_are_read_from_the_rows_they_name():
         row(ours, [1.0, 1.0], size=[512, 512], tokens=1024, ms={"median": 5.0}, peak_MiB=2.5, GMAC=1),
         row(linear, [9.0, 9.0], size=[512, 512], tokens=1024, ms={"median": 9.0}),
     ]}  # fmt: skip
-    assert [target.measured for target in pieces.linear_targets({"linear": small})] == [
+    assert [target.measured for target in targets.linear_targets({"linear": small})] == [
         *[4.2, 7.0, 5.25, 8.75, 6.0, 10.0],
         *[None, None],
     ]
-    assert [target.measured for target in pieces.linear_large_targets({"linear": small})] == [*[None] * 4, 1.0, 1.0]
+    assert [target.measured for target in targets.linear_large_targets({"linear": small})] == [*[None] * 4, 1.0, 1.0]
     tofu = {
         "rows": [dict(plan="paper", batch=1, kept_of_the_saving=0.8), dict(plan="mean", batch=8, kept_of_the_saving=1)]
     }
-    assert [(t.measured, t.met) for t in pieces.tofu_targets({"tofu": tofu})] == [(0.8, False), (None, None)]
+    assert [(t.measured, t.met) for t in targets.tofu_targets({"tofu": tofu})] == [(0.8, False), (None, None)]
     tiny = {
         "rows": [
             row("vit_registers_tiny", [3.0, 3.0], batch=8),
             row("jumbo_tiny_patch16_224@int8", [2.0, 2.0], batch=8),
         ]
     }
-    assert [t.measured for t in pieces.registers_targets("tiny")({"registers_tiny": tiny})] == [None, 1.5, None]
+    assert [t.measured for t in targets.registers_targets("tiny")({"registers_tiny": tiny})] == [None, 1.5, None]
 
 
 def test_verdicts():

@@ -12,7 +12,7 @@ import torch
 from jumbo_core.measure import __main__ as command
 from jumbo_core.measure import count_parameters, multiply_adds, scaling, speed, steps
 from jumbo_core.measure.artefacts import flat
-from jumbo_core.measure.contenders import PRESETS, Contender, contender, widened
+from jumbo_core.measure.contenders import PRESETS, TimmContender, contender, widened
 from jumbo_core.measure.forms import OPTIONS
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -127,7 +127,7 @@ def test_forms_change_the_way_and_not_the_logits(name):
         pytest.importorskip("transformers", reason="needs the extra hf")
     one = contender(name, 32)
     call = steps.inference(one, 2)
-    assert steps.check_inference(one, call, "float32", "cpu")[0] < 1e-5
+    assert steps.check_inference(one, call, 2, "float32", "cpu").distance < 1e-5
     model = call.func
     if "materialised" in name:
         assert not any(block.attn.fused_attn for block in model.blocks)
@@ -141,20 +141,20 @@ def test_models_are_the_same_at_every_call_and_no_weight_is_zero():
     one = contender("test_jumbo", 32)
     for (name, a), b in zip(one.build().named_parameters(), one.build().parameters(), strict=True):
         assert torch.equal(a, b) and (a.any() or name.endswith("bias")), name
-    assert one.build()(steps.random_images(2, (32, 32))).std() > 0.01
+    assert one.build()(*one.inputs(2)).std() > 0.01
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda model: model.head.weight.data.fill_(torch.nan), "must be finite"),
-        (lambda model: model.register_forward_hook(lambda m, i, o: o[:, :3]), r"logits \(2, 3\) must be"),
-        (lambda model: model.register_forward_hook(lambda m, i, o: o + torch.rand(())), "a second call gives other"),
-        (lambda model: model.head.weight.data.mul_(1.001), "are off those of the plain fp32 model by 1.*nothing was"),
+        (lambda model: model.register_forward_hook(lambda m, i, o: o[:, :3]), r"output \(2, 3\) must be"),
+        (lambda model: model.register_forward_hook(lambda m, i, o: o + torch.rand(())), "a second call gives another"),
+        (lambda model: model.head.weight.data.mul_(1.001), "is off that of the plain fp32 model by 1.*nothing was"),
     ],
 )
 def test_nothing_is_timed_that_does_not_pass_the_gate(damage, message, monkeypatch):
-    build = Contender.build
+    build = TimmContender.build
 
     def damaged(self, *args, plain=False, **options):
         model = build(self, *args, plain=plain, **options)
@@ -162,7 +162,7 @@ def test_nothing_is_timed_that_does_not_pass_the_gate(damage, message, monkeypat
             damage(model)
         return model
 
-    monkeypatch.setattr(Contender, "build", damaged)
+    monkeypatch.setattr(TimmContender, "build", damaged)
     monkeypatch.setattr(speed, "take_turns", None)  # calling it would be a TypeError
     with pytest.raises(RuntimeError, match=message):
         speed.measure([f"{TINY}+materialised"], batches=[2], image_size=32, threads=1)

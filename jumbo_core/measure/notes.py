@@ -26,16 +26,18 @@ TRIED: dict[str, str] = {
     "registers_tiny": _LOW_LATENCY,
     "registers_small": _LOW_LATENCY,
     "block": _LINEAR + "Memory from the system is not it: a heap that gives nothing back (the command with "
-    "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000) changes the ratios by 0.03 at most. The "
-    "scan's own products are 5 to 8 % of the block; the rest is convolution, gate, norms, SiLU and residuals.",
+    "MALLOC_TRIM_THRESHOLD_=4000000000 MALLOC_MMAP_THRESHOLD_=4000000000) changes the ratios no more than another run "
+    "does. The scan's own products are 5 to 8 % of the block; the rest is convolution, gate, norms, SiLU, residuals.",
     "linear": _LINEAR
     + (
-        "At 512x1024 ViT-B takes 2.6 times the multiply-adds of Jumbo-linear-S, and linear layers alone run near the "
-        "processor's fp32 peak: a factor of 3.5 in time is not there to be had in fp32. The rest is norms, convolution "
-        "and scan, which ViT-B has not, and the fp32 Jumbo FFN."
+        "At 512x1024 ViT-B takes 2.6 (D=512) and 4.6 (D=384) times the multiply-adds of Jumbo-linear-S, with linear "
+        "layers near the processor's fp32 peak in both: at D=512 a factor of 3.5 in time is not there to be had in "
+        "fp32. The rest is norms, convolution, gate and scan, which ViT-B has not, and reading the fp32 Jumbo FFN in "
+        "every block."
     ),
     "linear_large": _LINEAR
-    + "At 1024x2048 ViT-B takes 5.1 times the multiply-adds of Jumbo-linear-S, nearly all in large matrix products.",
+    + "At 1024x2048 ViT-B takes 5.1 (D=512) and 8.8 (D=384) times the multiply-adds of Jumbo-linear-S, nearly all in "
+    "large matrix products.",
     "accuracy": (
         "models of width 32 are far from what they are made for: a call of a few milliseconds is mostly the cost of "
         "its fifty operations, not of its multiply-adds, of which Jumbo needs 0.3 times as many. Both run the same "

@@ -153,7 +153,8 @@ PIECES = (
         "timm's vit_base_patch16, its position table made for the size, with fused attention and with scores as a "
         f"tensor, against {JUMBO_LINEAR} (D=512 as Adventurer-S, 12 blocks, J=6) and the same with D=384 as Jumbo-S "
         "and ViT-S, both as trained and after optimize_for_inference (int8); one image, random weights: what is "
-        "compared is time, not accuracy.",
+        "compared is time, not accuracy. The int8 form's memory has its weights in it as the processor multiplies "
+        "them, which the first call makes.",
         "scaling --preset vit_b --sizes 512 512x1024",
         "--seconds 3",
         targets.linear_targets,
@@ -165,6 +166,15 @@ PIECES = (
         "scaling --preset vit_b --sizes 1024 1024x2048 --repeats 3",
         "--no-memory --seconds 1",
         targets.linear_large_targets,
+    ),
+    Piece(
+        "linear_bfloat16",
+        "Jumbo-linear-S in place of a ViT-B, in bfloat16",
+        "Whole models in bfloat16 at 512x1024, where processors with such products spend less on them and so more on "
+        "all that is no product.",
+        f"speed {targets.VIT_B} {targets.JUMBO_LINEAR} jumbo_linear_384 jumbo_linear_384@int8 --batch 1 --image-size "
+        "512x1024 --dtype bfloat16 --no-memory --repeats 7",
+        None,
     ),
     Piece(
         "width256",

@@ -53,7 +53,7 @@ def registers_piece(size: str, rounds: str) -> Piece:
         "Equal width, heads and depth; the ViT is timm's own class with a class token and 16 registers. The Jumbo "
         "token stands in place of those 17 tokens. int8 and bf16 are the low-latency forms of the shared FFN.",
         f"speed vit_registers_{size} {jumbo} {jumbo}@int8 {jumbo}@bf16 --batch 1 8 32 --no-memory {rounds}",
-        "--processes 3 --seconds 2",
+        "--processes 2 --seconds 2",
         targets.registers_targets(size),
     )
 
@@ -156,7 +156,7 @@ PIECES = (
         "compared is time, not accuracy. The int8 form's memory has its weights in it as the processor multiplies "
         "them, which the first call makes.",
         "scaling --preset vit_b --sizes 512 512x1024",
-        "--seconds 3",
+        "--no-memory --seconds 3",
         targets.linear_targets,
     ),
     Piece(
@@ -164,7 +164,7 @@ PIECES = (
         "Jumbo-linear-S in place of a ViT-B, up to 1024x2048",
         "As above, larger; few rounds, since one of ViT-B takes half a minute.",
         "scaling --preset vit_b --sizes 1024 1024x2048 --repeats 3",
-        "--no-memory --seconds 1",
+        None,
         targets.linear_large_targets,
     ),
     Piece(
